@@ -1,0 +1,235 @@
+// What Python sees. dream_ext/ops checks the arguments and words the refusals; here each view is checked once more for
+// what would otherwise be a wild pointer. Tensors stay alive through the caller's frame while the GIL is released.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "border.h"
+#include "cpu/isa.h"
+#include "dream/attention_entropy.h"
+#include "dream/attention_mass.h"
+#include "dream/expand_tree.h"
+#include "dream/keep_path.h"
+#include "dream/rank_tree.h"
+#include "dream/select_visual.h"
+#include "dream/verify_tree.h"
+#ifdef DREAM_CUDA
+#include "cuda/device.h"
+#endif
+
+namespace py = pybind11;
+using py::handle;
+
+namespace dream {
+namespace {
+
+View cpu(handle tensor, int ndim) {
+  const View view = read(tensor);
+  if (view.device_type != 1 || view.ndim != ndim) throw py::type_error("wanted a CPU tensor of " + std::to_string(ndim) + " dimensions");
+  if (ndim && view.elements() > 0 && view.shape[ndim - 1] > 1 && view.stride[ndim - 1] != 1)
+    throw py::type_error("wanted a contiguous last dimension");
+  return view;
+}
+
+template <class T>
+T* vector(handle tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
+  const View view = cpu(tensor, read(tensor).ndim);
+  const bool rows = view.ndim == 2 && view.shape[0] > 1 && view.stride[0] != view.shape[1];
+  if (!view.is(kind, sizeof(T)) || view.ndim > 2 || rows || view.elements() != size)
+    throw py::type_error("wanted " + std::to_string(size) + " contiguous elements of another type");
+  return reinterpret_cast<T*>(view.data);
+}
+int64_t* ids(handle tensor, int64_t size) { return vector<int64_t>(tensor, Kind::integer, size); }
+float* floats(handle tensor, int64_t size) { return vector<float>(tensor, Kind::real, size); }
+
+Dtype float_type(const View& view) {
+  if (view.is(Kind::real, 4)) return Dtype::f32;
+  if (view.is(Kind::bfloat, 2)) return Dtype::bf16;
+  throw py::type_error("wanted float32 or bfloat16");
+}
+
+void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumulative, handle best, int threads) {
+  const View x = cpu(logits, 2);
+  const int64_t rows = x.shape[0], width = read(tokens).shape[1];
+  if (width < 1 || width > x.shape[1]) throw py::value_error("width");
+  const ExpandTree call{x.data,        float_type(x), floats(scores, rows),       rows,
+                        x.shape[1],    x.stride[0],   width,                      ids(tokens, rows * width),
+                        floats(cumulative, rows * width), ids(best, rows ? width : 0), threads};
+  py::gil_scoped_release released;
+  expand_tree_cpu(call);
+}
+
+void bind_rank_tree(handle scores, handle parents, handle picked, handle tree) {
+  const int64_t candidates = cpu(scores, 1).shape[0], picks = cpu(picked, 1).shape[0];
+  if (picks > candidates || picks > 63) throw py::value_error("picks");
+  int64_t* const rows = ids(tree, 3 * (picks + 1));
+  const RankTree call{floats(scores, candidates), ids(parents, candidates), candidates,           picks,
+                      ids(picked, picks),         rows,                     rows + (picks + 1), rows + 2 * (picks + 1)};
+  py::gil_scoped_release released;
+  rank_tree_cpu(call);
+}
+
+py::tuple bind_verify_tree(handle tokens, handle parents, handle choices, handle path) {
+  const int64_t nodes = cpu(tokens, 1).shape[0];
+  if (nodes < 1) throw py::value_error("nodes");
+  VerifyTree call{ids(tokens, nodes), ids(parents, nodes), ids(choices, nodes), nodes, ids(path, nodes), 0, 0};
+  verify_tree_cpu(call);
+  return py::make_tuple(call.length, call.bonus);
+}
+
+// The cache tensors of one call, checked: four dimensions, one device, contiguous rows, no element twice.
+std::vector<CacheBuffer> cache_buffers(const py::sequence& tensors, int32_t device_type, int32_t& device_index) {
+  std::vector<CacheBuffer> buffers;
+  std::set<const char*> seen;
+  device_index = -1;
+  for (size_t b = 0; b < tensors.size(); ++b) {
+    const View x = read(tensors[b]);
+    const auto refuse = [&](const std::string& wanted, const std::string& got) {
+      throw py::value_error("keep_path: buffers[" + std::to_string(b) + "]: wanted " + wanted + ", got " + got);
+    };
+    if (x.ndim != 4) refuse("shape (batch, heads, capacity, head_dim)", std::to_string(x.ndim) + " dimensions");
+    if (x.device_type != device_type || (device_index >= 0 && x.device_index != device_index))
+      refuse("a tensor on the device of buffers[0]", "another device");
+    device_index = x.device_index;
+    if (x.shape[3] > 1 && x.stride[3] != 1) refuse("a contiguous last dimension", "stride " + std::to_string(x.stride[3]));
+    for (int d = 0; d < 4; ++d)
+      if (x.shape[d] > 1 && x.stride[d] == 0) refuse("memory of its own for every element", "an expanded tensor");
+    if (x.elements() > 0 && !seen.insert(x.data).second) refuse("buffers that do not overlap", "the same memory twice");
+    const int64_t item = x.item_bytes;
+    buffers.push_back({x.data, x.shape[0], x.shape[1], x.shape[2], x.shape[3] * item, x.stride[0] * item, x.stride[1] * item,
+                       x.stride[2] * item});
+  }
+  return buffers;
+}
+
+void bind_keep_path(const py::sequence& tensors, int64_t start, handle path, int threads) {
+  int32_t device = 0;
+  const auto buffers = cache_buffers(tensors, 1, device);
+  const int64_t length = cpu(path, 1).shape[0];
+  const KeepPath call{buffers.data(), static_cast<int64_t>(buffers.size()), start, ids(path, length), length, false};
+  py::gil_scoped_release released;
+  keep_path_cpu(call, threads);
+}
+
+#ifdef DREAM_CUDA
+void bind_keep_path_cuda(const py::sequence& tensors, int64_t start, handle path, uintptr_t stream) {
+  int32_t device = 0;
+  const auto buffers = cache_buffers(tensors, 2, device);
+  const View p = read(path);
+  if (p.ndim != 1 || !p.is(Kind::integer, 8) || p.shape[0] > kMaxPath || (p.shape[0] > 1 && p.stride[0] != 1))
+    throw py::type_error("wanted a contiguous int64 path");
+  const bool on_device = p.device_type == 2;
+  if (on_device && p.device_index != device) throw py::value_error("keep_path: path: wanted the buffers' device");
+  const KeepPath call{buffers.data(), static_cast<int64_t>(buffers.size()), start, reinterpret_cast<const int64_t*>(p.data),
+                      p.shape[0],     on_device};
+  py::gil_scoped_release released;
+  check_path(call);
+  keep_path_cuda(call, device, reinterpret_cast<void*>(stream));
+}
+#endif
+
+int64_t row_bytes(const View& x, int64_t rows) {
+  int64_t bytes = x.item_bytes;
+  for (int d = x.ndim - 1; d > 0; --d) {
+    if (x.elements() > 0 && x.shape[d] > 1 && x.stride[d] * x.item_bytes != bytes) throw py::type_error("wanted a contiguous tensor");
+    bytes *= x.shape[d];
+  }
+  if (x.device_type != 1 || x.ndim < 1 || x.shape[0] != rows || (x.elements() > 0 && rows > 1 && x.stride[0] * x.item_bytes != bytes))
+    throw py::type_error("wanted a contiguous CPU tensor of " + std::to_string(rows) + " rows");
+  return bytes;
+}
+
+void bind_select_visual(handle scores, handle indices, const py::sequence& tensors, const py::sequence& gathered) {
+  const int64_t v = cpu(scores, 1).shape[0], keep = cpu(indices, 1).shape[0];
+  if (keep > v || tensors.size() != gathered.size()) throw py::value_error("keep");
+  std::vector<GatherRows> rows;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const View from = read(tensors[i]), to = read(gathered[i]);
+    const int64_t bytes = row_bytes(from, v);
+    if (row_bytes(to, keep) != bytes) throw py::type_error("wanted rows of equal size");
+    rows.push_back({from.data, to.data, bytes});
+  }
+  const SelectVisual call{floats(scores, v), v, keep, ids(indices, keep), rows.data(), static_cast<int64_t>(rows.size())};
+  py::gil_scoped_release released;
+  select_visual_cpu(call);
+}
+
+void check_heads(const View& q, const View& k) {
+  if (q.shape[2] != k.shape[2] || k.shape[0] < 1 || q.shape[0] % k.shape[0] || float_type(q) != float_type(k))
+    throw py::type_error("q and k do not fit");
+}
+
+void bind_attention_mass(handle query, handle key, handle positions, float scale, handle mass, int threads) {
+  const View q = cpu(query, 3), k = cpu(key, 3);
+  check_heads(q, k);
+  const AttentionMass call{q.data,      k.data,      float_type(q), ids(positions, q.shape[1]), q.shape[0],  k.shape[0],
+                           q.shape[1],  k.shape[1],  q.shape[2],    q.stride[0],                q.stride[1], k.stride[0],
+                           k.stride[1], scale,       floats(mass, k.shape[1]), threads};
+  py::gil_scoped_release released;
+  attention_mass_cpu(call);
+}
+
+void bind_attention_entropy(handle query, handle key, float scale, handle entropy, int threads) {
+  const View q = cpu(query, 3), k = cpu(key, 3);
+  check_heads(q, k);
+  if (q.shape[1] != k.shape[1]) throw py::type_error("q and k do not fit");
+  const AttentionEntropy call{q.data,      k.data,      float_type(q), q.shape[0],  k.shape[0],
+                              q.shape[1],  q.shape[2],  q.stride[0],   q.stride[1], k.stride[0],
+                              k.stride[1], scale,       floats(entropy, q.shape[0] * q.shape[1]), threads};
+  py::gil_scoped_release released;
+  attention_entropy_cpu(call);
+}
+
+const char* const kIsaNames[] = {"base", "avx2", "avx512"};
+
+void bind_use_isa(const std::string& name) {
+  for (int i = 0; i < 3; ++i)
+    if (name == kIsaNames[i]) return use_isa(static_cast<Isa>(i));
+  throw py::value_error("use_isa: wanted base, avx2 or avx512, got " + name);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = DREAM_VERSION;
+  info["compiler"] = DREAM_COMPILER;
+  info["isa"] = kIsaNames[static_cast<int>(isa())];
+  info["best_isa"] = kIsaNames[static_cast<int>(best_isa())];
+#ifdef _OPENMP
+  info["openmp"] = true;
+#else
+  info["openmp"] = false;
+#endif
+#ifdef DREAM_CUDA
+  info["cuda"] = true;
+  info["cuda_architectures"] = DREAM_CUDA_ARCHITECTURES;
+  info["cuda_runtime"] = cuda_runtime_version();
+#else
+  info["cuda"] = false;
+  info["cuda_architectures"] = "";
+  info["cuda_runtime"] = 0;
+#endif
+  return info;
+}
+
+}  // namespace
+}  // namespace dream
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Compiled operators of dream_ext; use dream_ext.ops.";
+  m.def("build_info", &dream::build_info);
+  m.def("use_isa", &dream::bind_use_isa);
+  m.def("expand_tree", &dream::bind_expand_tree);
+  m.def("rank_tree", &dream::bind_rank_tree);
+  m.def("verify_tree", &dream::bind_verify_tree);
+  m.def("keep_path", &dream::bind_keep_path);
+  m.def("select_visual", &dream::bind_select_visual);
+  m.def("attention_mass", &dream::bind_attention_mass);
+  m.def("attention_entropy", &dream::bind_attention_entropy);
+#ifdef DREAM_CUDA
+  m.def("keep_path_cuda", &dream::bind_keep_path_cuda);
+  m.def("cuda_driver_version", &dream::cuda_driver_version);
+#endif
+}

@@ -1,0 +1,91 @@
+#include "border.h"
+
+#include <cstring>
+#include <string>
+
+namespace py = pybind11;
+
+namespace dream {
+namespace {
+
+// The parts of the DLPack ABI, version 1.x, that are used here (dmlc/dlpack, include/dlpack/dlpack.h).
+struct DLTensor {
+  void* data;
+  struct { int32_t type, index; } device;
+  int32_t ndim;
+  struct { uint8_t code, bits; uint16_t lanes; } dtype;
+  int64_t* shape;
+  int64_t* strides;
+  uint64_t byte_offset;
+};
+struct DLPackExchangeApi {
+  struct { uint32_t major, minor; } version;
+  void* previous;
+  void *allocate, *from_object, *to_object;
+  int (*view_of_object)(void* object, DLTensor* out);  // not owning, no synchronisation; may be null
+  void* current_stream;
+};
+
+struct Torch {
+  py::object tensor_type;
+  const DLPackExchangeApi* api = nullptr;
+
+  Torch() : tensor_type(py::module_::import("torch").attr("Tensor")) {
+    if (!py::hasattr(tensor_type, "__dlpack_c_exchange_api__")) return;
+    const py::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
+    const auto* found = static_cast<const DLPackExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!found) PyErr_Clear();
+    if (found && found->version.major == 1 && found->view_of_object) api = found;
+  }
+};
+
+const Torch& torch() {
+  static const Torch* const found = new Torch;  // never destroyed: the interpreter may be gone by then
+  return *found;
+}
+
+View from_dlpack(py::handle tensor) {
+  DLTensor t;
+  if (torch().api->view_of_object(tensor.ptr(), &t) != 0) throw py::error_already_set();
+  if (t.ndim > kMaxDims) throw py::value_error("a tensor has more than 8 dimensions");
+  View view{static_cast<char*>(t.data) + t.byte_offset, {}, {}, t.ndim, t.device.type, t.device.index,
+            (t.dtype.bits * t.dtype.lanes + 7) / 8, static_cast<Kind>(t.dtype.code)};
+  std::memcpy(view.shape, t.shape, t.ndim * sizeof(int64_t));
+  std::memcpy(view.stride, t.strides, t.ndim * sizeof(int64_t));
+  return view;
+}
+
+// For a torch without the exchange API.
+View from_attributes(py::handle tensor) {
+  const py::tuple shape = tensor.attr("shape"), stride = tensor.attr("stride")();
+  if (shape.size() > kMaxDims) throw py::value_error("a tensor has more than 8 dimensions");
+  const py::object dtype = tensor.attr("dtype"), device = tensor.attr("device");
+  View view{};
+  view.data = reinterpret_cast<char*>(tensor.attr("data_ptr")().cast<uintptr_t>());
+  view.ndim = static_cast<int32_t>(shape.size());
+  for (int i = 0; i < view.ndim; ++i) {
+    view.shape[i] = shape[i].cast<int64_t>();
+    view.stride[i] = stride[i].cast<int64_t>();
+  }
+  const auto type = device.attr("type").cast<std::string>();
+  view.device_type = type == "cpu" ? 1 : type == "cuda" ? 2 : 0;
+  view.device_index = device.attr("index").is_none() ? 0 : device.attr("index").cast<int32_t>();
+  view.item_bytes = dtype.attr("itemsize").cast<int32_t>();
+  const auto name = py::str(dtype).cast<std::string>();
+  view.kind = name == "torch.bfloat16"                                  ? Kind::bfloat
+              : name == "torch.bool"                                    ? Kind::boolean
+              : dtype.attr("is_complex").cast<bool>()                   ? Kind::complex
+              : dtype.attr("is_floating_point").cast<bool>()            ? Kind::real
+              : name.rfind("torch.uint", 0) == 0                        ? Kind::unsigned_integer
+                                                                        : Kind::integer;
+  return view;
+}
+
+}  // namespace
+
+View read(py::handle tensor) {
+  if (!py::isinstance(tensor, torch().tensor_type)) throw py::type_error("wanted a torch tensor");
+  return torch().api ? from_dlpack(tensor) : from_attributes(tensor);
+}
+
+}  // namespace dream

@@ -1,0 +1,30 @@
+// The tensor border: how a Python tensor becomes a pointer with a shape, without torch's headers.
+#pragma once
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+
+namespace dream {
+
+constexpr int kMaxDims = 8;
+enum class Kind : uint8_t { integer = 0, unsigned_integer = 1, real = 2, bfloat = 4, complex = 5, boolean = 6 };  // DLPack codes
+
+struct View {
+  char* data;
+  int64_t shape[kMaxDims], stride[kMaxDims];  // in elements
+  int32_t ndim, device_type, device_index;    // DLPack device types: 1 = CPU, 2 = CUDA
+  int32_t item_bytes;
+  Kind kind;
+
+  bool is(Kind wanted, int bytes) const { return kind == wanted && item_bytes == bytes; }
+  int64_t elements() const {
+    int64_t count = 1;
+    for (int i = 0; i < ndim; ++i) count *= shape[i];
+    return count;
+  }
+};
+
+// Reads a torch tensor. The caller holds the GIL and keeps the tensor alive while the pointer is used.
+View read(pybind11::handle tensor);
+
+}  // namespace dream

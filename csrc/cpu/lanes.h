@@ -1,0 +1,94 @@
+// The fp32 lanes of one register of the instruction set. Only for files compiled per instruction set (see isa.h).
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#ifndef DREAM_ISA
+#error "lanes.h is for files compiled per instruction set"
+#endif
+#define DREAM_INLINE static inline __attribute__((always_inline))
+
+namespace dream::DREAM_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+typedef float floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t halves __attribute__((vector_size(2 * kLanes)));
+struct bf16 { uint16_t bits; };
+
+constexpr float kNegInf = -__builtin_inff();
+
+DREAM_INLINE floats load(const float* p) { floats x; memcpy(&x, p, sizeof x); return x; }
+DREAM_INLINE floats load(const bf16* p) {
+  halves x;
+  memcpy(&x, p, sizeof x);
+  return (floats)(__builtin_convertvector(x, words) << 16);
+}
+DREAM_INLINE float scalar(const float* p) { return *p; }
+DREAM_INLINE float scalar(const bf16* p) {
+  const uint32_t wide = uint32_t{p->bits} << 16;
+  float x;
+  memcpy(&x, &wide, sizeof x);
+  return x;
+}
+DREAM_INLINE void store(float* p, floats x) { memcpy(p, &x, sizeof x); }
+DREAM_INLINE floats broadcast(float x) { return x - floats{}; }
+DREAM_INLINE floats vmax(floats a, floats b) { return a > b ? a : b; }
+DREAM_INLINE ints lane_ids() {
+  ints x;
+  for (int i = 0; i < kLanes; ++i) x[i] = i;
+  return x;
+}
+
+template <class Op>
+DREAM_INLINE float reduce(floats x, Op op) {  // a fixed binary tree
+  float lane[kLanes];
+  store(lane, x);
+  for (int width = kLanes / 2; width; width /= 2)
+    for (int i = 0; i < width; ++i) lane[i] = op(lane[i], lane[i + width]);
+  return lane[0];
+}
+DREAM_INLINE float hmax(floats x) { return reduce(x, [](float a, float b) { return a > b ? a : b; }); }
+DREAM_INLINE float hsum(floats x) { return reduce(x, [](float a, float b) { return a + b; }); }
+
+// e^x for x <= 0. x = n ln 2 + r, |r| <= ln(2)/2; the Taylor series to r^7 leaves a relative error of r^8/8! < 6e-9. Below
+// -87 the result, less than 2^-125, becomes 0. ln 2 is split so that n * hi is exact.
+DREAM_INLINE floats vexp(floats x) {
+  const float hi = 0x1.62e4p-1f, lo = 0x1.7f7d1cp-20f, round = 0x1.8p23f;
+  const floats n = (x * 0x1.715476p0f + round) - round;
+  const floats r = (x - n * hi) - n * lo;
+  floats p = r * (1.f / 5040) + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  const floats bounded = x < -87.f ? floats{} : n;  // keeps the conversion to int defined
+  const floats power = (floats)((__builtin_convertvector(bounded, ints) + 127) << 23);
+  return x < -87.f ? floats{} : p * power;
+}
+
+struct Scratch {  // cache-line aligned floats, zeroed
+  float* data;
+  explicit Scratch(int64_t count) {
+    const size_t bytes = (static_cast<size_t>(count > 0 ? count : 1) * sizeof(float) + 63) / 64 * 64;
+    data = static_cast<float*>(aligned_alloc(64, bytes));
+    if (!data) throw std::bad_alloc();
+    memset(data, 0, bytes);
+  }
+  ~Scratch() { free(data); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+};
+
+}  // namespace dream::DREAM_ISA

@@ -1,0 +1,49 @@
+"""The decoding loop: draft, verify, accept, keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dream_ext import cache as kv
+from dream_ext.prefill import Prefill
+from dream_ext.sampling import Emitter, walk
+from dream_ext.stats import PhaseClock, Stats
+from dream_ext.tree import Tree, TreeShape
+from dream_ext.verify import verify
+
+
+def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClock, stats: Stats) -> None:
+    """Emit tokens until the stopping criteria say so; `emitter` holds the text, `prefill.cache` its keys and values.
+
+    The cache ends with `len(text) - 1` positions, as after plain decoding: the last token was never forwarded.
+    """
+    adapter, cache, context = prefill.adapter, prefill.cache, prefill.context
+    position = prefill.position  # rotary position of the root; its cache slot is kv.length(cache)
+    with clock.phase("accept"):
+        root = emitter.emit(prefill.logits)
+    context.emitted(torch.tensor([root]), torch.tensor([position]), context.last_feature)
+    while not emitter.done:
+        with clock.phase("draft"):
+            tree = _draft(context, root, position, shape, emitter.remaining)
+        start = kv.length(cache)
+        with clock.phase("verify"):
+            sees, layers = prefill.sees(start), context.drafter.config.feature_layers
+            logits, features = verify(adapter, tree, cache, sees, position, prefill.plain_head, layers)
+        with clock.phase("accept"):
+            path = torch.tensor(walk(tree, logits, emitter))
+            root = int(emitter.input_ids[0, -1])
+        with clock.phase("keep"):
+            kv.keep(cache, start, path)
+            context.accept(tree, path, root, features, position)
+        position += path.numel()
+        stats.count_round(path.numel() - 1)
+
+
+def _draft(context, root: int, position: int, shape: TreeShape, remaining: int | None) -> Tree:
+    """A tree no deeper than what may still be emitted; the root alone when that is one token."""
+    depth = shape.depth if remaining is None else min(shape.depth, remaining - 1)
+    if depth < 1:
+        return Tree.from_parents(torch.tensor([root]), torch.tensor([-1]))
+    return context.draft(root, position, replace(shape, depth=depth))

@@ -1,0 +1,226 @@
+"""The drop-in: `Decoder.generate`, `attach` and a `custom_generate` callable, all with `target.generate`'s own contract."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from dream_ext.decode import decode
+from dream_ext.drafter import Drafter
+from dream_ext.modes import UnsupportedMode, check_mode, check_request
+from dream_ext.prefill import remember, run_prefill
+from dream_ext.sampling import Emitter, greedy, sample
+from dream_ext.stats import PhaseClock, Stats
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.fingerprint import fingerprint
+from dream_ext.tree import TreeShape
+
+
+class DrafterMismatch(ValueError):
+    """The drafter was made for another target; the message says what differs."""
+
+
+class Decoder:
+    """Decodes with a drafter, and says exactly what the target alone would have said.
+
+    Args:
+        target: a transformers model with `generate`; it is not modified.
+        drafter: a `Drafter` made for it.
+        tree: shape of the draft trees; the default is small and suits a CPU.
+        visual_ratio: share of the picture positions the drafter reads (0 = none, 1 = all); the drafter's own by default.
+        check_target: compare the target's fingerprint with the one the drafter was made for.
+    Raises:
+        UnsupportedTarget: a family that tree verification does not know.
+        DrafterMismatch: sizes or fingerprint differ.
+
+    Attributes:
+        stats: `Stats` of the last call, None before the first.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter,
+        *,
+        tree: TreeShape | None = None,
+        visual_ratio: float | None = None,
+        check_target: bool = True,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tree = tree or TreeShape()
+        self.visual_ratio = drafter.config.visual_ratio if visual_ratio is None else visual_ratio
+        if not 0 <= self.visual_ratio <= 1:
+            raise ValueError(f"visual_ratio must lie in [0, 1], got {self.visual_ratio}")
+        self.adapter = TargetAdapter(target)
+        _check_drafter(self.adapter, drafter, check_target)
+        drafter.bind(self.adapter)
+        self.stats: Stats | None = None
+
+    def generate(self, *args, **kwargs) -> GenerateDecoderOnlyOutput | Tensor:
+        """`target.generate(*args, **kwargs)`, decoded with the drafter: same arguments, same results.
+
+        Raises:
+            UnsupportedMode: a mode that tree verification cannot reproduce (beams, guidance, batches, ...).
+        """
+        with _swapped(self.target), _chosen(self):
+            return self.target.generate(*args, **kwargs)
+
+    def custom_generate(
+        self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+    ) -> GenerateDecoderOnlyOutput | Tensor:
+        """For `target.generate(..., custom_generate=decoder.custom_generate)`.
+
+        transformers hands neither the streamer nor the tokenizer to such a callable, so that `streamer=` and
+        `stop_strings=` need `Decoder.generate` or `attach` instead.
+        """
+        if model is not self.target:
+            raise DrafterMismatch("this decoder belongs to another model")
+        return self._decode(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
+
+    def _decode(self, input_ids, processors, criteria, config, streamer, model_kwargs):
+        check_request(input_ids, processors, config, model_kwargs)
+        stats = Stats(tree=self.tree)
+        clock = PhaseClock(stats, self.adapter.device)
+        with clock.phase("prefill"):
+            prefill = run_prefill(
+                self.adapter, self.drafter, self.visual_ratio, input_ids, config, model_kwargs, stats
+            )
+        chooser = sample if config.do_sample else greedy
+        emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
+        decode(prefill, emitter, self.tree, clock, stats)
+        remember(prefill)
+        if streamer is not None:
+            streamer.end()
+        stats.new_tokens = emitter.emitted
+        clock.stop()
+        self.stats = stats
+        if not config.return_dict_in_generate:
+            return emitter.input_ids
+        return GenerateDecoderOnlyOutput(
+            sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, past_key_values=prefill.cache
+        )
+
+
+@contextmanager
+def attach(target: PreTrainedModel, drafter: Drafter, **options) -> Iterator[Decoder]:
+    """Inside the block plain `target.generate(...)` decodes with the drafter, from every thread.
+
+    Args:
+        options: as for `Decoder`.
+    """
+    decoder = Decoder(target, drafter, **options)
+    attached = _ATTACHED.setdefault(target, [])
+    with _swapped(target):
+        attached.append(decoder)
+        try:
+            yield decoder
+        finally:
+            attached.remove(decoder)
+
+
+def _check_drafter(adapter: TargetAdapter, drafter: Drafter, check_target: bool) -> None:
+    config = drafter.config
+    for name, ours, theirs in (
+        ("hidden size", config.hidden_size, adapter.hidden_size),
+        ("vocabulary", config.vocab_size, adapter.vocab_size),
+    ):
+        if ours != theirs:
+            raise DrafterMismatch(f"the drafter's {name} is {ours}, the target's is {theirs}: wrong drafter for this target")
+    if check_target and config.target_fingerprint and fingerprint(adapter.model) != config.target_fingerprint:
+        raise DrafterMismatch(
+            f"the drafter was trained for '{config.target_name}' with other weights than this target's;"
+            " train one for it, or pass check_target=False"
+        )
+
+
+# `generate` looks `_sample` up on the model's class.  While a decoder is at work its target's class is a subclass with
+# our `_sample`, which asks whose call this is: a decoder's own, an attached model's, or a plain one of another thread.
+_CHOSEN: ContextVar[Decoder | None] = ContextVar("dream_ext_decoder", default=None)
+_ATTACHED: WeakKeyDictionary[PreTrainedModel, list[Decoder]] = WeakKeyDictionary()
+_SWAPS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+_LOCK = threading.Lock()
+_HOOKED: dict[type, type] = {}
+
+
+@contextmanager
+def _chosen(decoder: Decoder) -> Iterator[None]:
+    token = _CHOSEN.set(decoder)
+    try:
+        yield
+    finally:
+        _CHOSEN.reset(token)
+
+
+def _active(model: PreTrainedModel) -> Decoder | None:
+    chosen = _CHOSEN.get()
+    if chosen is not None and chosen.target is model:
+        return chosen
+    attached = _ATTACHED.get(model)
+    return attached[-1] if attached else None
+
+
+@contextmanager
+def _swapped(model: PreTrainedModel) -> Iterator[None]:
+    """The hooked class on `model`, counted, so that overlapping decoders of several threads share it."""
+    with _LOCK:
+        if not _SWAPS.get(model):
+            model.__class__ = _hooked(type(model))
+        _SWAPS[model] = _SWAPS.get(model, 0) + 1
+    try:
+        yield
+    finally:
+        with _LOCK:
+            _SWAPS[model] -= 1
+            if not _SWAPS[model]:
+                del _SWAPS[model]
+                model.__class__ = type(model).__bases__[0]
+
+
+def _hooked(cls: type) -> type:
+    """A subclass of the target's class whose `generate` asks `_active` whose call it serves."""
+    if cls not in _HOOKED:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _HOOKED[cls] = type(cls.__name__, (cls,), names | _hooks(cls))
+    return _HOOKED[cls]
+
+
+def _hooks(base: type) -> dict[str, Callable]:
+    def _sample(
+        self,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        synced_gpus=False,
+        streamer=None,
+        **model_kwargs,
+    ):
+        """In place of `GenerationMixin._sample`, with its signature: `generate` inspects it."""
+        arguments = (input_ids, logits_processor, stopping_criteria, generation_config)
+        decoder = _active(self)
+        if decoder is None:
+            return base._sample(self, *arguments, synced_gpus, streamer, **model_kwargs)
+        if synced_gpus:
+            raise UnsupportedMode("synced_gpus (sharded decoding) is not supported: decode with the target alone")
+        return decoder._decode(*arguments, streamer, model_kwargs)
+
+    def _validate_generation_mode(self, generation_mode, *args, **kwargs):
+        if _active(self) is not None:
+            check_mode(generation_mode)
+        return base._validate_generation_mode(self, generation_mode, *args, **kwargs)
+
+    def _get_deprecated_gen_repo(self, generation_mode, *args, **kwargs):
+        """Asked before the mode is validated; answers modes that left transformers with an advice that would not help."""
+        if _active(self) is not None:
+            check_mode(generation_mode)
+        return base._get_deprecated_gen_repo(self, generation_mode, *args, **kwargs)
+
+    return {hook.__name__: hook for hook in (_sample, _validate_generation_mode, _get_deprecated_gen_repo)}

@@ -1,0 +1,93 @@
+"""Grow a draft tree: EAGLE-2's dynamic tree over the drafter (method: grow, then re-rank)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dream_ext.draft_state import DraftState
+from dream_ext.drafter import Drafter
+from dream_ext.ops.expand_tree import expand_tree
+from dream_ext.ops.rank_tree import rank_tree
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.tree import Tree, TreeShape
+
+
+def grow_tree(
+    drafter: Drafter,
+    adapter: TargetAdapter,
+    state: DraftState,
+    root: int,
+    hidden: Tensor,
+    position: int,
+    shape: TreeShape,
+) -> Tree:
+    """Draft `shape.depth` levels below the root and keep the best `shape.nodes - 1` candidates.
+
+    A node's score is the sum of the drafter's log-probabilities along its path.  Every level expands the best
+    `shape.width` candidates of the level above.  The drafted slots are forgotten before returning.
+
+    Args:
+        state: the drafter's state, committed up to and including the root's slot.
+        root: token id of the root.
+        hidden: (hidden,) the drafter's output at the root.
+        position: rotary position of the root.
+    """
+    frontier = _Frontier.at_root(hidden)
+    tokens, scores, parents = [], [], []
+    for level in range(1, shape.depth + 1):
+        if level > 1:
+            embeds = adapter.embed(frontier.tokens[None])[0]
+            frontier.read(state.draft(embeds, frontier.features, position + level - 1, frontier.sees))
+        logits = _masked_logits(drafter, adapter, frontier.hidden)
+        width = min(shape.width, logits.shape[-1])
+        drafted, cumulative, best = expand_tree(logits, frontier.scores, width)
+        first = sum(part.numel() for part in tokens)
+        tokens.append(drafter.target_ids(drafted.flatten()))
+        scores.append(cumulative.flatten())
+        parents.append(frontier.candidates.repeat_interleave(width))
+        if level < shape.depth:
+            frontier = frontier.step(best, width, first, tokens[-1], scores[-1])
+    state.rewind()
+    picked, node_parents, depth, ancestors = rank_tree(torch.cat(scores), torch.cat(parents), shape.nodes)
+    node_tokens = torch.cat([torch.tensor([root]), torch.cat(tokens)[picked]])
+    return Tree(node_tokens, node_parents, depth, ancestors)
+
+
+class _Frontier:
+    """The nodes a level expands; m of them.
+
+    Attributes:
+        tokens: (m,) target ids; features: (m, hidden) the drafter's output at each node's parent, standing in for the
+        target's feature; hidden: (m, hidden) its output at the node itself; scores: (m,) cumulative; candidates: (m,)
+        indices among all candidates, -1 for the root; sees: (m, drafted slots) bool, own slot included.
+    """
+
+    def __init__(self, tokens, features, hidden, scores, candidates, sees) -> None:
+        self.tokens, self.features, self.hidden = tokens, features, hidden
+        self.scores, self.candidates, self.sees = scores, candidates, sees
+
+    @staticmethod
+    def at_root(hidden: Tensor) -> _Frontier:
+        none = torch.zeros(1, 0, dtype=torch.bool)
+        return _Frontier(None, None, hidden[None], torch.zeros(1), torch.tensor([-1]), none)
+
+    def read(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+
+    def step(self, best: Tensor, width: int, first: int, tokens: Tensor, scores: Tensor) -> _Frontier:
+        """The next level's nodes: candidates `best` (flat indices of this level, `width` per node)."""
+        rows = best // width
+        own = torch.eye(best.numel(), dtype=torch.bool)
+        sees = torch.cat([self.sees[rows], own], dim=1)
+        return _Frontier(tokens[best], self.hidden[rows], None, scores[best], first + best, sees)
+
+
+def _masked_logits(drafter: Drafter, adapter: TargetAdapter, hidden: Tensor) -> Tensor:
+    """Draft logits with placeholder ids ruled out; a reduced draft vocabulary never holds them."""
+    logits = drafter.logits(hidden)
+    if logits.dtype not in (torch.float32, torch.bfloat16):
+        logits = logits.float()
+    if drafter.draft_vocab is None and adapter.placeholder_ids:
+        logits[:, list(adapter.placeholder_ids)] = float("-inf")
+    return logits

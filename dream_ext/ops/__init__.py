@@ -1,0 +1,30 @@
+"""Compiled operators, each beside its reference in plain PyTorch: ``op`` and ``op_ref``.
+
+The tensor's device chooses the kernel. An operator never becomes its reference by itself: what is not built is refused in words.
+All operators are for inference: an input that requires grad under enabled grad is an error.
+"""
+
+from .attention_entropy import attention_entropy, attention_entropy_ref
+from .attention_mass import attention_mass, attention_mass_ref
+from .expand_tree import expand_tree, expand_tree_ref
+from .keep_path import keep_path, keep_path_ref
+from .rank_tree import rank_tree, rank_tree_ref
+from .select_visual import select_visual, select_visual_ref
+from .verify_tree import verify_tree, verify_tree_ref
+
+__all__ = [
+    "attention_entropy",
+    "attention_entropy_ref",
+    "attention_mass",
+    "attention_mass_ref",
+    "expand_tree",
+    "expand_tree_ref",
+    "keep_path",
+    "keep_path_ref",
+    "rank_tree",
+    "rank_tree_ref",
+    "select_visual",
+    "select_visual_ref",
+    "verify_tree",
+    "verify_tree_ref",
+]

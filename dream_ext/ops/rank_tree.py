@@ -1,0 +1,52 @@
+"""The best candidates of a grown draft become the tree that is verified."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._border import FLOAT, INT64, MAX_NODES, Border
+from ._native import native
+
+
+def rank_tree(scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keeps the best ``nodes - 1`` candidates beside the root and describes the tree they form.
+
+    Args:
+        scores: (candidates,) float32, cumulative log-probabilities, no NaN; they never rise from a parent to its child.
+        parents: (candidates,) int64, index of each candidate's parent candidate, smaller than its own; -1 = the root.
+        nodes: nodes of the tree, root included, 1 <= nodes <= 64.
+
+    Returns, with n = min(nodes - 1, candidates):
+        picked (n,) int64, candidate indices, ascending: node i + 1 is candidate picked[i];
+        parents (n + 1,) int64, node index of each node's parent, -1 for the root (node 0);
+        depth (n + 1,) int64, 0 for the root;
+        ancestors (n + 1,) int64 bit masks, bit j set = node j is an ancestor of the node, or the node itself.
+
+    Equal scores go to the lowest index, so a parent is never left out for its child. Raises ValueError when a picked
+    candidate's parent is not picked (scores rise along a path). Source: EAGLE-2 (arXiv 2406.16858), section 4.2.
+    """
+    border = Border("rank_tree")
+    border.tensor("scores", scores, FLOAT, "candidates")
+    border.tensor("parents", parents, INT64, "candidates")
+    border.integer("nodes", nodes, 1, MAX_NODES, " (root included)")
+    border.on_cpu()
+    n = min(nodes - 1, scores.shape[0])
+    picked = torch.empty((n,), dtype=torch.int64, device=scores.device)
+    tree = torch.empty((3, n + 1), dtype=torch.int64, device=scores.device)
+    native("rank_tree").rank_tree(scores.contiguous(), parents.contiguous(), picked, tree)
+    return picked, tree[0], tree[1], tree[2]
+
+
+def rank_tree_ref(scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    picked = scores.sort(descending=True, stable=True).indices[: nodes - 1].sort().values
+    node_of = {-1: 0} | {candidate: i + 1 for i, candidate in enumerate(picked.tolist())}
+    up, depth, ancestors = [-1], [0], [1]
+    for candidate in picked.tolist():
+        parent = node_of[int(parents[candidate])]
+        up.append(parent)
+        depth.append(depth[parent] + 1)
+        ancestors.append(ancestors[parent] | 1 << len(ancestors))
+    signed = [mask - (1 << 64) if mask >> 63 else mask for mask in ancestors]
+    as_tensor = lambda values: torch.tensor(values, dtype=torch.int64, device=scores.device)  # noqa: E731
+    return picked, as_tensor(up), as_tensor(depth), as_tensor(signed)

@@ -1,0 +1,109 @@
+"""The acceptance rule: emit what plain decoding would have emitted, follow the tree while it holds it.
+
+Plain `generate` emits, at every step, a function of the prefix and of that step's noise.  The walk below evaluates the
+same function, with the target's logits of the node that stands for the prefix.  No draft probability enters, so any
+tree gives the target's own text; a draft that misses only ends the round early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from dream_ext.tree import Tree
+
+Chooser = Callable[[Tensor], Tensor]
+
+
+def greedy(scores: Tensor) -> Tensor:
+    """(1, vocab) processed scores -> (1,) token id, the lowest id on ties."""
+    return scores.argmax(dim=-1)
+
+
+def sample(scores: Tensor) -> Tensor:
+    """(1, vocab) processed scores -> (1,) token id.
+
+    One draw of torch's default generator per emitted token, of the shape and dtype plain `generate` draws, so that the
+    same seed gives the same text and leaves the same generator state.
+    """
+    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+
+
+class Emitter:
+    """One sequence being written: processors, choice, streamer and stopping criteria, token by token.
+
+    Args:
+        input_ids: (1, length) prompt.
+        processors, criteria, config, streamer: as `generate` prepared them.
+        choose: scores -> token.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        processors: LogitsProcessorList,
+        criteria: StoppingCriteriaList,
+        config: GenerationConfig,
+        streamer=None,
+        choose: Chooser = greedy,
+    ) -> None:
+        self.input_ids = input_ids
+        self.processors = processors
+        self.criteria = criteria
+        self.streamer = streamer
+        self.choose = choose
+        wanted = config.return_dict_in_generate
+        self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
+        self.emitted = 0
+        self.done = False
+
+    @property
+    def remaining(self) -> int | None:
+        """Tokens until the length limit, or None when there is no limit."""
+        limit = self.criteria.max_length
+        return None if limit is None else limit - self.input_ids.shape[1]
+
+    def emit(self, logits: Tensor) -> int:
+        """Choose, append and announce the token after the current prefix.
+
+        Args:
+            logits: (vocab,) the target's raw logits at the prefix.
+        Returns:
+            the token; `done` says whether it was the last.
+        """
+        raw = logits[None].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        scores = self.processors(self.input_ids, raw)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (raw,)
+        token = self.choose(scores)
+        self.input_ids = torch.cat([self.input_ids, token[:, None]], dim=-1)
+        self.emitted += 1
+        if self.streamer is not None:
+            self.streamer.put(token.cpu())
+        self.done = bool(self.criteria(self.input_ids, self.scores).all())
+        return int(token)
+
+
+def walk(tree: Tree, logits: Tensor, emitter: Emitter) -> list[int]:
+    """Emit from the root on, stepping to the child that holds the emitted token while there is one.
+
+    Args:
+        logits: (nodes, vocab) the target's raw logits after every node.
+    Returns:
+        the visited node ids, ascending, root first.  Their tokens are exactly those of the text that the target has
+        forwarded: the token emitted last is never among them.
+    """
+    node, path = 0, [0]
+    while True:
+        token = emitter.emit(logits[node])
+        child = None if emitter.done else tree.child(node, token)
+        if child is None:
+            return path
+        node = child
+        path.append(node)

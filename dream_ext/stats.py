@@ -1,0 +1,102 @@
+"""What a call did: tokens per target forward, acceptance by depth, milliseconds by phase."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from dream_ext.profiling import nvtx_range
+from dream_ext.tree import TreeShape
+
+PHASES = ("prefill", "draft", "verify", "accept", "keep")
+
+
+@dataclass
+class Stats:
+    """One call of `Decoder.generate`.
+
+    Attributes:
+        tree: the shape the trees were grown to.
+        prompt_tokens: positions of the prompt, pictures expanded, that this call forwarded.
+        visual_tokens, visual_kept: picture positions in the prompt, and how many of them the drafter read.
+        new_tokens: tokens emitted.
+        rounds: verify forwards of the target; the prefill is not counted.
+        accepted_per_depth: entry d counts the rounds in which a drafted token of depth d + 1 was accepted.
+        ms: milliseconds by phase; `other` is what no phase claims, `total` the whole call.
+    """
+
+    tree: TreeShape
+    prompt_tokens: int = 0
+    visual_tokens: int = 0
+    visual_kept: int = 0
+    new_tokens: int = 0
+    rounds: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+    ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other", "total"), 0.0))
+
+    @property
+    def target_forwards(self) -> int:
+        """Forwards of the target, prefill included."""
+        return self.rounds + 1 if self.new_tokens else 0
+
+    @property
+    def tau(self) -> float:
+        """Tokens emitted per verify forward, bonus token included; plain decoding is 1.00.
+
+        The first token comes from the prefill and counts on neither side.
+        """
+        return (self.new_tokens - 1) / self.rounds if self.rounds else 1.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Decode only: tokens after the first over the time after the prefill."""
+        ms = self.ms["total"] - self.ms["prefill"]
+        return 1e3 * (self.new_tokens - 1) / ms if ms > 0 and self.new_tokens > 1 else 0.0
+
+    @property
+    def tokens_per_s_e2e(self) -> float:
+        """All tokens over the whole call, vision tower and prefill included."""
+        return 1e3 * self.new_tokens / self.ms["total"] if self.ms["total"] > 0 else 0.0
+
+    def count_round(self, accepted: int) -> None:
+        """Record a round in which `accepted` drafted tokens were kept."""
+        self.rounds += 1
+        missing = accepted - len(self.accepted_per_depth)
+        self.accepted_per_depth.extend([0] * max(0, missing))
+        for depth in range(accepted):
+            self.accepted_per_depth[depth] += 1
+
+    def to_dict(self) -> dict:
+        """Everything above as plain numbers, for JSON."""
+        derived = ("target_forwards", "tau", "tokens_per_s", "tokens_per_s_e2e")
+        return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+class PhaseClock:
+    """Adds wall time to `stats.ms`; waits for the device at both ends of a phase where there is one."""
+
+    def __init__(self, stats: Stats, device: torch.device) -> None:
+        self.stats = stats
+        self.device = device
+        self.started = self._now()
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        start = self._now()
+        with nvtx_range(name):
+            yield
+        self.stats.ms[name] += 1e3 * (self._now() - start)
+
+    def stop(self) -> None:
+        ms = self.stats.ms
+        ms["total"] = 1e3 * (self._now() - self.started)
+        ms["other"] = ms["total"] - sum(ms[name] for name in PHASES)

@@ -1,0 +1,61 @@
+"""One target forward over a whole tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.tree import Tree
+
+
+def tree_mask(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> Tensor | dict[str, Tensor]:
+    """The mask a family's decoder takes: every node sees the prefix and its own ancestors.
+
+    Args:
+        prefix: (length,) bool, False on padding.
+    Returns:
+        (1, 1, nodes, length + nodes), boolean or additive as the attention implementation needs it; per layer type
+        where the family wants that.
+    """
+    sees = torch.cat([prefix.expand(tree.nodes, -1), tree.sees().to(prefix.device)], dim=1)[None, None]
+    if adapter.additive_mask:
+        least = torch.finfo(adapter.dtype).min
+        sees = torch.zeros_like(sees, dtype=adapter.dtype).masked_fill_(~sees, least)
+    return {kind: sees for kind in set(adapter.layer_types)} if adapter.mask_kind == "dict" else sees
+
+
+def verify(
+    adapter: TargetAdapter,
+    tree: Tree,
+    cache: Cache,
+    prefix: Tensor,
+    position: int,
+    plain_head: bool,
+    feature_layers: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Forward all nodes behind the cached prefix; their keys and values are appended to the cache.
+
+    Args:
+        prefix: (length,) bool over the cached positions, False on padding.
+        position: rotary position of the root; a node's is `position + depth`.
+        plain_head: the outer model adds nothing to the head, see `TargetAdapter.head_is_plain`.
+        feature_layers: layers whose outputs the drafter reads beside the last feature.
+    Returns:
+        logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`.
+    """
+    device = adapter.device
+    inputs = {
+        "position_ids": (position + tree.depth)[None].to(device),
+        "attention_mask": tree_mask(adapter, tree, prefix),
+        "past_key_values": cache,
+        "use_cache": True,
+    }
+    tokens = tree.tokens[None].to(device)
+    if plain_head and not feature_layers:  # nothing to watch: the decoder's output is the feature
+        hidden = adapter.decoder(inputs_embeds=adapter.embed(tokens), **inputs).last_hidden_state
+        return adapter.lm_head(hidden)[0], hidden[0]
+    with adapter.watch(feature_layers) as capture:
+        logits = adapter.model(input_ids=tokens, **inputs).logits
+    return logits[0], capture.features[0]

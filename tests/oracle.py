@@ -1,0 +1,58 @@
+"""A draft that knows the answer, hidden among random branches: rounds then accept paths of every length."""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+
+import torch
+
+from dream_ext.context import DraftContext
+from dream_ext.tree import Tree
+
+
+def random_tree(rng: random.Random, root: int, truth: list[int], vocab: int, nodes: int) -> Tree:
+    """A tree below `root` that holds a random prefix of `truth` as one path, shuffled among random siblings."""
+    tokens, parents, depth = [root], [-1], [0]
+    along, node = rng.randint(0, len(truth)), 0
+    for token in truth[:along]:
+        for _ in range(rng.randint(0, 2)):  # wrong siblings first, so that the true child is not simply the first
+            _add(tokens, parents, depth, node, rng.randrange(3, vocab))
+        _add(tokens, parents, depth, node, token)
+        node = len(tokens) - 1
+    while len(tokens) < nodes and rng.random() < 0.9:
+        _add(tokens, parents, depth, rng.randrange(len(tokens)), rng.randrange(3, vocab))
+    return Tree.from_parents(torch.tensor(tokens), torch.tensor(parents))
+
+
+def _add(tokens: list[int], parents: list[int], depth: list[int], parent: int, token: int) -> None:
+    siblings = [tokens[i] for i, p in enumerate(parents) if p == parent]
+    if token not in siblings:
+        tokens.append(token)
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+    else:  # keep the topological order without a duplicate sibling
+        tokens.append(token + 1 if token + 1 not in siblings else token)
+        parents.append(parent)
+        depth.append(depth[parent] + 1)
+
+
+@contextmanager
+def oracle_drafts(monkeypatch, text: list[int], vocab: int = 150, seed: int = 0, nodes: int = 24):
+    """Replace the drafter's trees by random ones that hold pieces of `text` (prompt and answer).
+
+    The drafter still reads its rows, so that its bookkeeping is exercised.  Yields the list of drafted trees.
+    """
+    rng, drafted = random.Random(seed), []
+    original = DraftContext.draft
+
+    def draft(self, root, position, shape):
+        original(self, root, position, shape)
+        start = self.length + 1  # the root's index in the text is `length`
+        truth = text[start : start + shape.depth] if text[self.length] == root else []
+        drafted.append(random_tree(rng, root, truth, vocab, nodes))
+        return drafted[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DraftContext, "draft", draft)
+        yield drafted
