@@ -1,4 +1,8 @@
-"""A preallocated KV cache: verify appends a whole tree, `keep` moves the accepted path into place."""
+"""A preallocated KV cache: verify appends a whole tree, `keep` moves the accepted path into place.
+
+Tree layers live for one call: `adopt` puts them into the call's cache, `release` puts transformers' own layers back, so
+that whoever owns the cache may crop, copy, repeat or resume it as any other.
+"""
 
 from __future__ import annotations
 
@@ -57,23 +61,12 @@ class TreeLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `abs(tokens_to_remove)` positions."""
-        if self.is_initialized:
-            self._set_length(max(0, self.length - abs(tokens_to_remove)))
-
-    def reset(self) -> None:
-        self.__init__(self.reserve)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        raise NotImplementedError("beam search does not run on a tree cache")
-
-    batch_repeat_interleave = batch_select_indices = reorder_cache
-
 
 def _grown(buffer: Tensor | None, states: Tensor, length: int, capacity: int) -> Tensor:
     batch, heads, _, head_dim = states.shape
-    grown = states.new_empty(batch, heads, capacity, head_dim)
+    # An ordinary tensor also inside inference_mode: it is written in place by every later call.
+    with torch.inference_mode(False), torch.no_grad():
+        grown = torch.empty(batch, heads, capacity, head_dim, dtype=states.dtype, device=states.device)
     if length:
         grown[:, :, :length] = buffer[:, :, :length]
     return grown
@@ -85,23 +78,32 @@ def adopt(cache: Cache) -> None:
     Raises:
         ValueError: for a cache that drops or moves positions (static, quantised, offloaded, sliding and full).
     """
-    if all(type(layer) is TreeLayer for layer in cache.layers) and cache.layers:
-        return
     if cache.offloading:
         raise ValueError("an offloaded cache is not supported: pass no cache, or a DynamicCache")
     layers = []
     for layer in cache.layers:
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, TreeLayer):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise ValueError(f"{type(layer).__name__} is not supported: pass no cache, or a DynamicCache")
-        tree_layer = layer if type(layer) is TreeLayer else TreeLayer()
-        if layer is not tree_layer and layer.get_seq_length():
+        tree_layer = TreeLayer()
+        if layer.get_seq_length():
             if layer.keys.shape[-2] != layer.get_seq_length():
                 raise ValueError("a sliding-window cache that dropped positions cannot be resumed from")
             tree_layer.update(layer.keys, layer.values)
         layers.append(tree_layer)
-    filled = any(layer.length for layer in layers)
-    cache.layers = layers if filled else []
+    cache.layers = layers if any(layer.length for layer in layers) else []
     cache.layer_class_to_replicate = TreeLayer
+
+
+def release(cache: Cache) -> None:
+    """Turn tree layers back into dynamic ones of exactly their length (one copy), in place."""
+    layers = []
+    for layer in cache.layers:
+        dynamic = DynamicLayer()
+        if layer.is_initialized:
+            dynamic.update(layer.keys, layer.values)
+        layers.append(dynamic)
+    cache.layers = layers
+    cache.layer_class_to_replicate = DynamicLayer
 
 
 def keep(cache: Cache, start: int, path: Tensor) -> None:
@@ -109,7 +111,7 @@ def keep(cache: Cache, start: int, path: Tensor) -> None:
 
     Args:
         start: slot of the tree's root.
-        path: (n,) int64, accepted node ids, strictly ascending, beginning with the root 0.
+        path: (n,) int64, accepted node ids, strictly ascending, beginning with the root 0; empty to forget the tree.
     """
     buffers = [buffer for layer in cache.layers for buffer in (layer.key_buffer, layer.value_buffer)]
     keep_path(buffers, start, path)
@@ -120,13 +122,3 @@ def keep(cache: Cache, start: int, path: Tensor) -> None:
 def length(cache: Cache) -> int:
     """Positions held."""
     return cache.layers[0].get_seq_length() if cache.layers else 0
-
-
-def room_bytes(cache: Cache) -> int:
-    """Bytes allocated for keys and values."""
-    return sum(
-        buffer.numel() * buffer.element_size()
-        for layer in cache.layers
-        for buffer in (layer.key_buffer, layer.value_buffer)
-        if isinstance(buffer, torch.Tensor)
-    )

@@ -43,9 +43,11 @@ class DraftContext:
         self._queue(embeds[rows], shifted[rows], positions[rows])
         self._advance(features)
 
-    def emitted(self, tokens: Tensor, positions: Tensor, features: Tensor) -> None:
+    def emitted(self, tokens: list[int], positions: list[int], features: Tensor) -> None:
         """Queue tokens of the text and the target's features of the positions before them (n each)."""
-        self._queue(self.adapter.embed(tokens[None])[0], features, positions)
+        device = features.device
+        ids, at = torch.tensor([tokens], device=device), torch.tensor(positions, device=device)
+        self._queue(self.adapter.embed(ids)[0], features, at)
 
     def accept(self, tree: Tree, path: Tensor, last: int, features: Tensor, position: int) -> None:
         """Queue what a round emitted: the accepted tokens below the root, then `last`, which ended the round.
@@ -55,11 +57,9 @@ class DraftContext:
             features: (nodes, feature_size) the target's features from the verify forward.
             position: rotary position of the root.
         """
-        device = features.device
-        accepted = features[path.to(device)]
-        tokens = torch.cat([tree.tokens[path[1:]], torch.tensor([last])])
-        positions = position + 1 + torch.arange(path.numel())
-        self.emitted(tokens.to(device), positions.to(device), accepted)
+        accepted = features[path.to(features.device)]
+        tokens = [*tree.tokens[path[1:]].tolist(), last]
+        self.emitted(tokens, [position + 1 + step for step in range(len(tokens))], accepted)
         self._advance(accepted)
 
     def rewind_last(self) -> None:

@@ -23,27 +23,30 @@ def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClo
     position = prefill.position  # rotary position of the root; its cache slot is kv.length(cache)
     with clock.phase("accept"):
         root = emitter.emit(prefill.logits)
-    context.emitted(torch.tensor([root]), torch.tensor([position]), context.last_feature)
+    context.emitted([root], [position], context.last_feature)
     while not emitter.done:
         with clock.phase("draft"):
             tree = _draft(context, root, position, shape, emitter.remaining)
-        start = kv.length(cache)
-        with clock.phase("verify"):
-            sees, layers = prefill.sees(start), context.drafter.config.feature_layers
-            logits, features = verify(adapter, tree, cache, sees, position, prefill.plain_head, layers)
-        with clock.phase("accept"):
-            path = torch.tensor(walk(tree, logits, emitter))
-            root = int(emitter.input_ids[0, -1])
+        start, path = kv.length(cache), []
+        try:
+            with clock.phase("verify"):
+                sees, layers = prefill.sees(start), context.drafter.config.feature_layers
+                logits, features = verify(adapter, tree, cache, sees, position, prefill.plain_head, layers)
+            with clock.phase("accept"):
+                walk(tree, logits, emitter, path)
+        finally:  # also when somebody's processor or streamer raises: the cache never keeps what is not in the text
+            with clock.phase("keep"):
+                kv.keep(cache, start, torch.tensor(path, dtype=torch.long, device="cpu"))
         with clock.phase("keep"):
-            kv.keep(cache, start, path)
-            context.accept(tree, path, root, features, position)
-        position += path.numel()
-        stats.count_round(path.numel() - 1)
+            root = int(emitter.input_ids[0, -1])
+            context.accept(tree, torch.tensor(path, device="cpu"), root, features, position)
+        position += len(path)
+        stats.count_round(len(path) - 1)
 
 
 def _draft(context, root: int, position: int, shape: TreeShape, remaining: int | None) -> Tree:
     """A tree no deeper than what may still be emitted; the root alone when that is one token."""
     depth = shape.depth if remaining is None else min(shape.depth, remaining - 1)
     if depth < 1:
-        return Tree.from_parents(torch.tensor([root]), torch.tensor([-1]))
+        return Tree.root(root)
     return context.draft(root, position, replace(shape, depth=depth))

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from dream_ext import cache as kv
 from dream_ext.decode import decode
 from dream_ext.drafter import Drafter
-from dream_ext.modes import UnsupportedMode, check_mode, check_request
+from dream_ext.modes import UnsupportedMode, check_mode, check_request, check_target
 from dream_ext.prefill import remember, run_prefill
 from dream_ext.sampling import Emitter, greedy, sample
 from dream_ext.stats import PhaseClock, Stats
@@ -83,30 +84,42 @@ class Decoder:
         """
         if model is not self.target:
             raise DrafterMismatch("this decoder belongs to another model")
+        check_mode(generation_config.get_generation_mode())
         return self._decode(input_ids, logits_processor, stopping_criteria, generation_config, None, model_kwargs)
 
     def _decode(self, input_ids, processors, criteria, config, streamer, model_kwargs):
+        check_target(self.target)
         check_request(input_ids, processors, config, model_kwargs)
-        stats = Stats(tree=self.tree)
-        clock = PhaseClock(stats, self.adapter.device)
-        with clock.phase("prefill"):
-            prefill = run_prefill(
-                self.adapter, self.drafter, self.visual_ratio, input_ids, config, model_kwargs, stats
-            )
+        cache = model_kwargs["past_key_values"]
         chooser = sample if config.do_sample else greedy
         emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
-        decode(prefill, emitter, self.tree, clock, stats)
-        remember(prefill)
+        kv.adopt(cache)
+        try:
+            with _chosen(None):  # somebody's processor may call the target for a purpose of its own
+                self._run(emitter, cache, input_ids, config, model_kwargs)
+        finally:
+            kv.release(cache)
         if streamer is not None:
             streamer.end()
-        stats.new_tokens = emitter.emitted
-        clock.stop()
-        self.stats = stats
         if not config.return_dict_in_generate:
             return emitter.input_ids
         return GenerateDecoderOnlyOutput(
-            sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, past_key_values=prefill.cache
+            sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, past_key_values=cache
         )
+
+    def _run(self, emitter: Emitter, cache, input_ids: Tensor, config, model_kwargs: dict) -> None:
+        stats = self.stats = Stats(tree=self.tree)
+        clock = PhaseClock(stats, self.adapter.device)
+        try:
+            with clock.phase("prefill"):
+                prefill = run_prefill(
+                    self.adapter, self.drafter, self.visual_ratio, input_ids, config, model_kwargs, stats
+                )
+            decode(prefill, emitter, self.tree, clock, stats)
+        finally:
+            stats.new_tokens = emitter.emitted
+            clock.stop()
+        remember(prefill)
 
 
 @contextmanager
@@ -126,15 +139,17 @@ def attach(target: PreTrainedModel, drafter: Drafter, **options) -> Iterator[Dec
             attached.remove(decoder)
 
 
-def _check_drafter(adapter: TargetAdapter, drafter: Drafter, check_target: bool) -> None:
+def _check_drafter(adapter: TargetAdapter, drafter: Drafter, compare: bool) -> None:
     config = drafter.config
     for name, ours, theirs in (
         ("hidden size", config.hidden_size, adapter.hidden_size),
         ("vocabulary", config.vocab_size, adapter.vocab_size),
     ):
         if ours != theirs:
-            raise DrafterMismatch(f"the drafter's {name} is {ours}, the target's is {theirs}: wrong drafter for this target")
-    if check_target and config.target_fingerprint and fingerprint(adapter.model) != config.target_fingerprint:
+            raise DrafterMismatch(
+                f"the drafter's {name} is {ours}, the target's is {theirs}: wrong drafter for this target"
+            )
+    if compare and config.target_fingerprint and fingerprint(adapter.model) != config.target_fingerprint:
         raise DrafterMismatch(
             f"the drafter was trained for '{config.target_name}' with other weights than this target's;"
             " train one for it, or pass check_target=False"
@@ -151,7 +166,7 @@ _HOOKED: dict[type, type] = {}
 
 
 @contextmanager
-def _chosen(decoder: Decoder) -> Iterator[None]:
+def _chosen(decoder: Decoder | None) -> Iterator[None]:
     token = _CHOSEN.set(decoder)
     try:
         yield
@@ -223,4 +238,20 @@ def _hooks(base: type) -> dict[str, Callable]:
             check_mode(generation_mode)
         return base._get_deprecated_gen_repo(self, generation_mode, *args, **kwargs)
 
-    return {hook.__name__: hook for hook in (_sample, _validate_generation_mode, _get_deprecated_gen_repo)}
+    def generate_batch(self, *args, **kwargs):
+        if _active(self) is not None:
+            raise UnsupportedMode("continuous batching (generate_batch, cache_implementation='paged') is not supported")
+        return base.generate_batch(self, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles are of the target's own class."""
+        _, _, *state = base.__reduce_ex__(self, protocol)
+        return (_blank, (base,), *state)
+
+    hooks = (_sample, _validate_generation_mode, _get_deprecated_gen_repo, generate_batch, __reduce_ex__)
+    return {hook.__name__: hook for hook in hooks}
+
+
+def _blank(cls: type) -> object:
+    """An instance of `cls` for unpickling to fill."""
+    return cls.__new__(cls)

@@ -50,7 +50,7 @@ def grow_tree(
             frontier = frontier.step(best, width, first, tokens[-1], scores[-1])
     state.rewind()
     picked, node_parents, depth, ancestors = rank_tree(torch.cat(scores), torch.cat(parents), shape.nodes)
-    node_tokens = torch.cat([torch.tensor([root]), torch.cat(tokens)[picked]])
+    node_tokens = torch.cat([torch.tensor([root], device="cpu"), torch.cat(tokens)[picked]])
     return Tree(node_tokens, node_parents, depth, ancestors)
 
 
@@ -69,8 +69,9 @@ class _Frontier:
 
     @staticmethod
     def at_root(hidden: Tensor) -> _Frontier:
-        none = torch.zeros(1, 0, dtype=torch.bool)
-        return _Frontier(None, None, hidden[None], torch.zeros(1), torch.tensor([-1]), none)
+        none = torch.zeros(1, 0, dtype=torch.bool, device="cpu")
+        score, candidate = torch.zeros(1, dtype=torch.float32, device="cpu"), torch.tensor([-1], device="cpu")
+        return _Frontier(None, None, hidden[None], score, candidate, none)
 
     def read(self, hidden: Tensor) -> None:
         self.hidden = hidden
@@ -78,16 +79,22 @@ class _Frontier:
     def step(self, best: Tensor, width: int, first: int, tokens: Tensor, scores: Tensor) -> _Frontier:
         """The next level's nodes: candidates `best` (flat indices of this level, `width` per node)."""
         rows = best // width
-        own = torch.eye(best.numel(), dtype=torch.bool)
+        own = torch.eye(best.numel(), dtype=torch.bool, device="cpu")
         sees = torch.cat([self.sees[rows], own], dim=1)
         return _Frontier(tokens[best], self.hidden[rows], None, scores[best], first + best, sees)
 
 
 def _masked_logits(drafter: Drafter, adapter: TargetAdapter, hidden: Tensor) -> Tensor:
-    """Draft logits with placeholder ids ruled out; a reduced draft vocabulary never holds them."""
+    """Draft logits with placeholder ids ruled out; a reduced draft vocabulary never holds them.
+
+    A target whose features overflow makes the drafter's logits NaN or infinite.  Those tokens are not drafted; what the
+    target then says is the target's business.
+    """
     logits = drafter.logits(hidden)
     if logits.dtype not in (torch.float32, torch.bfloat16):
         logits = logits.float()
+    least = float("-inf")
+    logits = logits.nan_to_num_(nan=least, posinf=least, neginf=least)
     if drafter.draft_vocab is None and adapter.placeholder_ids:
-        logits[:, list(adapter.placeholder_ids)] = float("-inf")
+        logits[:, list(adapter.placeholder_ids)] = least
     return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -44,7 +45,13 @@ class Prefill:
 
 
 def run_prefill(
-    adapter: TargetAdapter, drafter: Drafter, visual_ratio: float, input_ids: Tensor, config, model_kwargs: dict, stats: Stats
+    adapter: TargetAdapter,
+    drafter: Drafter,
+    visual_ratio: float,
+    input_ids: Tensor,
+    config,
+    model_kwargs: dict,
+    stats: Stats,
 ) -> Prefill:
     """Forward the prompt through the whole target, once, with the target's own `_prefill`.
 
@@ -54,10 +61,12 @@ def run_prefill(
         model_kwargs: what `generate` hands to its decoding function.
     """
     cache = model_kwargs["past_key_values"]
-    kv.adopt(cache)
     context = _context(cache, drafter, adapter)
     start = kv.length(cache)
-    with adapter.watch(drafter.config.feature_layers) as capture, watch_visual_mass(adapter, enabled=0 < visual_ratio < 1) as mass:
+    with (
+        adapter.watch(drafter.config.feature_layers) as capture,
+        watch_visual_mass(adapter, enabled=0 < visual_ratio < 1) as mass,
+    ):
         output = adapter.model._prefill(input_ids, config, model_kwargs)
     hidden, logits = capture.hidden[0], output.logits[0, -1]
     visual = _visual_mask(adapter, input_ids, hidden.shape[0])
@@ -74,9 +83,14 @@ def run_prefill(
     return Prefill(adapter, cache, context, logits, position, padding, plain)
 
 
+# The drafter's view of the texts whose caches somebody still holds.  Beside the caches, not in them: a cache is copied
+# and saved by its owner, and must not drag the target along.
+_CONTEXTS: WeakKeyDictionary[Cache, DraftContext] = WeakKeyDictionary()
+
+
 def remember(prefill: Prefill) -> None:
-    """Leave the drafter's context with the cache, for a call that resumes from it."""
-    prefill.cache.draft_context = prefill.context
+    """Keep the drafter's context for a call that resumes from the cache."""
+    _CONTEXTS[prefill.cache] = prefill.context
 
 
 def _context(cache: Cache, drafter: Drafter, adapter: TargetAdapter) -> DraftContext:
@@ -85,9 +99,8 @@ def _context(cache: Cache, drafter: Drafter, adapter: TargetAdapter) -> DraftCon
     A cache that was filled elsewhere, or cropped since, starts a new context: the drafter then reads the new part of
     the text only, and drafts less well; the text is the same.
     """
-    old = getattr(cache, "draft_context", None)
+    old = _CONTEXTS.pop(cache, None)
     if old is not None and old.drafter is drafter and old.length == kv.length(cache):
-        cache.draft_context = None
         old.rewind_last()
         return old
     return DraftContext(drafter, adapter)

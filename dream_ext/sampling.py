@@ -90,20 +90,17 @@ class Emitter:
         return int(token)
 
 
-def walk(tree: Tree, logits: Tensor, emitter: Emitter) -> list[int]:
+def walk(tree: Tree, logits: Tensor, emitter: Emitter, path: list[int]) -> None:
     """Emit from the root on, stepping to the child that holds the emitted token while there is one.
 
     Args:
         logits: (nodes, vocab) the target's raw logits after every node.
-    Returns:
-        the visited node ids, ascending, root first.  Their tokens are exactly those of the text that the target has
-        forwarded: the token emitted last is never among them.
+        path: receives the visited node ids, ascending, root first, also when a processor or the streamer raises.  Their
+            tokens are exactly those of the text that the target has forwarded: the token emitted last is never among
+            them.
     """
-    node, path = 0, [0]
-    while True:
-        token = emitter.emit(logits[node])
-        child = None if emitter.done else tree.child(node, token)
-        if child is None:
-            return path
-        node = child
+    node: int | None = 0
+    while node is not None:
         path.append(node)
+        token = emitter.emit(logits[node])
+        node = None if emitter.done else tree.child(node, token)

@@ -61,6 +61,11 @@ class Tree:
         return unpack_bits(self.ancestors, self.nodes)
 
     @staticmethod
+    def root(token: int) -> Tree:
+        """A tree of one node: verifying it is a plain decoding step."""
+        return Tree.from_parents(torch.tensor([token], device="cpu"), torch.tensor([-1], device="cpu"))
+
+    @staticmethod
     def from_parents(tokens: Tensor, parents: Tensor) -> Tree:
         """Build a tree from tokens (N,) and parents (N,), topological order, root first."""
         depth, ancestors = [0], [1]
@@ -70,7 +75,7 @@ class Tree:
             depth.append(depth[parent] + 1)
             ancestors.append(ancestors[parent] | 1 << node)
         signed = [bits - (1 << 64) if bits >> 63 else bits for bits in ancestors]
-        return Tree(tokens, parents, torch.tensor(depth), torch.tensor(signed))
+        return Tree(tokens, parents, torch.tensor(depth, device="cpu"), torch.tensor(signed, device="cpu"))
 
 
 def unpack_bits(masks: Tensor, count: int) -> Tensor:

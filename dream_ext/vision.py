@@ -1,21 +1,25 @@
-"""Which visual tokens the drafter sees: attention mass from the target's own queries, and the choice of rows (method, section 3).
+"""Which visual tokens the drafter sees: attention mass from the target's own queries, and the choice of rows (method,
+section 3).
 
-Queries and keys are read where the target computes its attention, without another implementation, another mask function or a second
-forward: the entry of the implementation in use calls a watcher first and then the function that was there before, with the same tensors.
+Queries and keys are read where the target computes its attention, without another implementation, another mask
+function or a second
+forward: the entry of the implementation in use calls a watcher first and then the function that was there before, with
+the same tensors.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers import AttentionInterface
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .ops.attention_mass import attention_mass
 from .ops.select_visual import select_visual
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     from .targets.adapter import TargetAdapter
 
 Visit = Callable[[int, Tensor, Tensor, float], None]
-_WATCHERS: ContextVar[tuple[tuple[object, frozenset[int], Visit], ...]] = ContextVar("dream_ext_attention_watchers", default=())
+_WATCHERS: ContextVar[tuple[tuple[object, frozenset[int], Visit], ...]] = ContextVar(
+    "dream_ext_attention_watchers", default=()
+)
 
 
 class _Watched:
@@ -38,25 +44,57 @@ class _Watched:
             if module.config is config and module.layer_idx in layers:
                 scale = kwargs.get("scaling")
                 visit(module.layer_idx, query, key, query.shape[-1] ** -0.5 if scale is None else scale)
-        original = self.original or sys.modules[type(module).__module__].eager_attention_forward
+        original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _eager_attention(module: nn.Module) -> Callable:
+    """What a modelling file falls back to where no function is registered: its own `eager_attention_forward`."""
+    for cls in type(module).__mro__:
+        found = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if found is not None:
+            return found
+    raise RuntimeError(f"{type(module).__name__} has no eager attention function to go on with")
+
+
+# Entries of transformers' table that are watched now: name -> (blocks inside, the entry before or None).
+_LOCK = threading.Lock()
+_WATCHED: dict[str, tuple[int, Callable | None]] = {}
+
+
+@contextmanager
+def _watched_entry(name: str) -> Iterator[None]:
+    """The table's entry `name` shows its tensors inside the block; the table is as before when the last block ends."""
+    own = ALL_ATTENTION_FUNCTIONS._local_mapping
+    with _LOCK:
+        blocks, before = _WATCHED.get(name, (0, own.get(name)))
+        if not blocks:
+            own[name] = _Watched(ALL_ATTENTION_FUNCTIONS.get(name))
+        _WATCHED[name] = (blocks + 1, before)
+    try:
+        yield
+    finally:
+        with _LOCK:
+            blocks, before = _WATCHED.pop(name)
+            if blocks > 1:
+                _WATCHED[name] = (blocks - 1, before)
+            elif before is None:
+                own.pop(name, None)
+            else:
+                own[name] = before
 
 
 @contextmanager
 def watch_attention(adapter: TargetAdapter, layers: Iterable[int], visit: Visit) -> Iterator[None]:
-    """Call ``visit(layer, q, k, scale)`` in every forward inside the block, for the chosen text layers of ``adapter``'s target.
+    """Call ``visit(layer, q, k, scale)`` in every forward inside the block, for the chosen text layers of the target.
 
-    ``q`` is (batch, heads, rows, head_dim), ``k`` (batch, kv_heads, keys, head_dim), rotary positions applied, cached keys included.
-    Outputs of the target are unchanged, bit for bit. Other threads and other models are not watched.
+    ``q`` is (batch, heads, rows, head_dim), ``k`` (batch, kv_heads, keys, head_dim), rotary positions applied, cached
+    keys included. Outputs of the target are unchanged, bit for bit. Other threads and other models are not watched.
     """
-    name = adapter.text_config._attn_implementation
-    table = AttentionInterface._global_mapping
-    # The wrapper stays once it is there: taking it away would race with other threads, and without watchers it only delegates.
-    if not isinstance(table.get(name), _Watched):
-        AttentionInterface.register(name, _Watched(table.get(name)))
     token = _WATCHERS.set((*_WATCHERS.get(), (adapter.text_config, frozenset(layers), visit)))
     try:
-        yield
+        with _watched_entry(adapter.text_config._attn_implementation):
+            yield
     finally:
         _WATCHERS.reset(token)
 
@@ -74,7 +112,9 @@ def last_full_layer(adapter: TargetAdapter) -> int:
     kinds = getattr(adapter.text_config, "layer_types", None)
     full = [i for i in range(len(adapter.layers)) if kinds is None or kinds[i] == "full_attention"]
     if not full:
-        raise ValueError("visual token scores need a layer with full attention; this target has none: use visual_ratio=1 or 0")
+        raise ValueError(
+            "visual token scores need a layer with full attention; this target has none: use visual_ratio=1 or 0"
+        )
     return full[-1]
 
 
@@ -88,17 +128,21 @@ class VisualMass:
 
     def keep(self, _layer: int, q: Tensor, k: Tensor, scale: float) -> None:
         if q.shape[0] != 1:
-            raise ValueError(f"visual token scores are computed for one sequence at a time, got a batch of {q.shape[0]}")
+            raise ValueError(
+                f"visual token scores are computed for one sequence at a time, got a batch of {q.shape[0]}"
+            )
         self.q, self.k, self.scale = q[0], k[0], scale
 
     def scores(self, visual: Tensor) -> Tensor:
         """Scores (v,) fp32 of the visual positions of the mask ``visual`` (T,) bool over the forwarded rows.
 
-        Every picture is scored by the text rows after it; when there are none, by all rows after it; when there are none either, its
-        tokens score infinity, which means that all are kept.
+        Every picture is scored by the text rows after it; when there are none, by all rows after it; when there are
+        none either, its tokens score infinity, which means that all are kept.
         """
         if self.q is None:
-            raise RuntimeError("visual token scores: no attention was recorded; was the target's forward run inside the block?")
+            raise RuntimeError(
+                "visual token scores: no attention was recorded; was the target's forward run inside the block?"
+            )
         rows, before = visual.shape[0], self.k.shape[1] - self.q.shape[1]
         if rows != self.q.shape[1]:
             raise ValueError(f"visual token scores: the mask has {rows} rows, the forward had {self.q.shape[1]}")
@@ -130,14 +174,19 @@ def watch_visual_mass(adapter: TargetAdapter, enabled: bool = True) -> Iterator[
 
 
 def picture_runs(visual: Tensor) -> list[tuple[int, int]]:
-    """Runs (first, past the last) of neighbouring visual positions of ``visual`` (T,) bool: a picture, or a row of one where the
-    family separates rows by text tokens."""
-    edges = torch.diff(visual.to(torch.int8), prepend=visual.new_zeros(1, dtype=torch.int8), append=visual.new_zeros(1, dtype=torch.int8))
+    """Runs (first, past the last) of neighbouring visual positions of ``visual`` (T,) bool: a picture, or a row of one
+    where the family separates rows by text tokens."""
+    edges = torch.diff(
+        visual.to(torch.int8),
+        prepend=visual.new_zeros(1, dtype=torch.int8),
+        append=visual.new_zeros(1, dtype=torch.int8),
+    )
     return list(zip((edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist(), strict=True))
 
 
 def choose_rows(scores: Tensor | None, visual: Tensor, ratio: float) -> Tensor:
-    """Rows (n,) int64 that the drafter keeps, in original order: all text rows and, of every picture, the best visual rows.
+    """Rows (n,) int64 that the drafter keeps, in original order: all text rows and, of every picture, the best visual
+    rows.
 
     Args:
         scores: (v,) fp32 of the visual rows in order; None when ``ratio`` needs none (0 or 1) or nothing is visual.

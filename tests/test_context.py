@@ -63,7 +63,9 @@ def test_a_resumed_call_goes_on_reading(monkeypatch):
     drafter, adapter = random_drafter(model), TargetAdapter(model)
     first = model.generate(**inputs, do_sample=False, max_new_tokens=12)
     turn = torch.cat([first, torch.tensor([[11, 12, 13]])], dim=1)
-    text = model.generate(**dict(inputs, input_ids=turn, attention_mask=torch.ones_like(turn)), do_sample=False, max_new_tokens=20)
+    text = model.generate(
+        **dict(inputs, input_ids=turn, attention_mask=torch.ones_like(turn)), do_sample=False, max_new_tokens=20
+    )
     decoder = Decoder(model, drafter, tree=TreeShape(3, 4, 10), visual_ratio=1.0)
     one = dict(inputs, max_new_tokens=12)
     (_, _, before), out = read_rows(monkeypatch, decoder, [one], first[0].tolist())

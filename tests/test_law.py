@@ -104,7 +104,8 @@ def run(script: list[int], processors, eos: bool, seed: int, walker) -> tuple[tu
     while not emitter.done:
         prefix = tuple(emitter.input_ids[0].tolist())
         tree = random_tree(random.Random(hash((seed, prefix))), prefix[-1])
-        path = walker(tree, node_logits(tree, prefix), emitter)
+        path: list[int] = []
+        walker(tree, node_logits(tree, prefix), emitter, path)
         text = emitter.input_ids[0, len(prefix) :].tolist()
         assert [int(tree.tokens[node]) for node in path[1:]] == text[:-1], "the path is not the text that was emitted"
     return tuple(emitter.input_ids[0].tolist()), chooser
@@ -137,21 +138,16 @@ def test_emitted_law_is_the_targets(name, eos):
         assert max(abs(got[text] - want[text]) for text in want) < 1e-12
 
 
-def raw_bonus(tree: Tree, logits: torch.Tensor, emitter: Emitter) -> list[int]:
+def raw_bonus(tree: Tree, logits: torch.Tensor, emitter: Emitter, path: list[int]) -> None:
     """The known bug: the token that ends a round comes from the raw softmax instead of the processed distribution."""
-    node, path = 0, [0]
-    processed = emitter.processors
-    while True:
-        kids = {int(t) for t, p in zip(tree.tokens, tree.parents, strict=True) if int(p) == node}
-        if not kids:
+    node, processed = 0, emitter.processors
+    while node is not None:
+        path.append(node)
+        if int(tree.parents.eq(node).sum()) == 0:
             emitter.processors = LogitsProcessorList()
         token = emitter.emit(logits[node])
         emitter.processors = processed
-        child = None if emitter.done else tree.child(node, token)
-        if child is None:
-            return path
-        node = child
-        path.append(node)
+        node = None if emitter.done else tree.child(node, token)
 
 
 @pytest.mark.parametrize("name", ["temperature_top_p", "top_k", "repetition"])

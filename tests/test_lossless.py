@@ -10,13 +10,12 @@ from conftest import random_drafter
 from oracle import oracle_drafts
 from tiny import VOCAB, build_llama, build_llava
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from dream_ext import Decoder, TreeShape, attach
+from dream_ext import Decoder, TreeShape, attach, sampling
 from dream_ext import cache as kv
-from dream_ext import sampling
-from dream_ext.cache import TreeLayer
 
 SHAPE = TreeShape(width=3, depth=5, nodes=12)
 NEW = 40
@@ -101,9 +100,7 @@ def test_scores_and_logits(llava, monkeypatch):
     model, inputs, drafter = llava
     kwargs = dict(do_sample=False, max_new_tokens=NEW, repetition_penalty=1.2, return_dict_in_generate=True)
     want, _ = plain(model, inputs, output_scores=True, output_logits=True, **kwargs)
-    got, _, _ = ours(
-        model, inputs, drafter, monkeypatch, ids(want), output_scores=True, output_logits=True, **kwargs
-    )
+    got, _, _ = ours(model, inputs, drafter, monkeypatch, ids(want), output_scores=True, output_logits=True, **kwargs)
     assert ids(got) == ids(want)
     for name in ("scores", "logits"):
         theirs, mine = torch.stack(getattr(want, name)), torch.stack(getattr(got, name))
@@ -246,7 +243,14 @@ def test_resume_from_a_returned_cache(filled, llava, monkeypatch):
         got, _ = plain(model, again, max_new_tokens=20, past_key_values=start.past_key_values, **kwargs)
     else:
         got, _, stats = ours(
-            model, again, drafter, monkeypatch, ids(want), max_new_tokens=20, past_key_values=start.past_key_values, **kwargs
+            model,
+            again,
+            drafter,
+            monkeypatch,
+            ids(want),
+            max_new_tokens=20,
+            past_key_values=start.past_key_values,
+            **kwargs,
         )
         assert stats.prompt_tokens == 5, "the resumed call forwarded more than the last token and the new turn"
     assert ids(got) == ids(want)
@@ -259,7 +263,7 @@ def test_a_users_own_cache_object_is_filled(llava, monkeypatch):
     want, _ = plain(model, inputs, do_sample=False, max_new_tokens=12)
     ours(model, inputs, drafter, monkeypatch, ids(want), do_sample=False, max_new_tokens=12, past_key_values=cache)
     assert cache.get_seq_length() == want.shape[1] - 1
-    assert all(type(layer) is TreeLayer for layer in cache.layers)
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}, "its owner gets ordinary layers back"
 
 
 def test_left_padding(llava, monkeypatch):
@@ -366,19 +370,16 @@ def test_custom_processor_sees_the_true_prefix(llava, monkeypatch):
     assert watch.seen == [ids(want)[:n] for n in range(length, length + NEW)]
 
 
-def raw_bonus_walk(tree, logits, emitter):
+def raw_bonus_walk(tree, logits, emitter, path):
     """The bug of other implementations: a token no drafted node holds is drawn again, from the unprocessed softmax."""
-    node, path = 0, [0]
-    while True:
+    node = 0
+    while node is not None:
+        path.append(node)
         token = emitter.emit(logits[node])
         child = None if emitter.done else tree.child(node, token)
         if child is None:
-            probabilities = torch.softmax(logits[node].float(), -1)
-            bonus = torch.multinomial(probabilities, 1)
-            emitter.input_ids[0, -1] = bonus
-            return path
+            emitter.input_ids[0, -1] = torch.multinomial(torch.softmax(logits[node].float(), -1), 1)
         node = child
-        path.append(node)
 
 
 def test_the_same_seed_test_catches_a_raw_bonus(llava, monkeypatch):

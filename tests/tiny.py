@@ -11,6 +11,13 @@ from transformers import (
     LlamaForCausalLM,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    MistralConfig,
+    MistralForCausalLM,
+    PixtralVisionConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
 )
 
 IMAGE, VOCAB = 190, 199
@@ -73,4 +80,76 @@ def build_llama(seed: int = 0, *, text_len: int = 16, dtype=torch.float32, **tex
     model.generation_config.pad_token_id = 0
     generator = torch.Generator().manual_seed(seed + 1)
     ids = torch.cat([torch.tensor([1]), torch.randint(3, 150, (text_len,), generator=generator)])[None]
+    return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def build_llava_next(seed: int = 0, *, images: int = 2, dtype=torch.float32):
+    """A random LLaVA-NeXT: several crops a picture, newline features, pictures of different sizes -> (model, inputs)."""
+    vision = CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    pins = [[28, 56], [56, 28], [56, 56]]
+    config = LlavaNextConfig(
+        vision_config=vision, text_config=text_config(), image_token_index=IMAGE, image_grid_pinpoints=pins
+    )
+    model = randomize(LlavaNextForConditionalGeneration(config), seed).to(dtype)
+    model.generation_config.pad_token_id = 0
+    generator = torch.Generator().manual_seed(seed + 1)
+    pixels = torch.randn(images, 5, 3, 28, 28, generator=generator).to(dtype)
+    sizes = torch.tensor([(56, 56), (56, 28)][:images])
+    with torch.no_grad():
+        features = model.model.get_image_features(pixel_values=pixels, image_sizes=sizes).pooler_output
+    ids = [1, 5, 6]
+    for picture in features:
+        ids += [IMAGE] * picture.shape[0] + torch.randint(3, 150, (4,), generator=generator).tolist()
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    return model, inputs | {"pixel_values": pixels, "image_sizes": sizes}
+
+
+def build_pixtral(seed: int = 0, *, dtype=torch.float32):
+    """A random Pixtral (LLaVA with a Pixtral tower and a Mistral text model): visual positions are not contiguous."""
+    vision = PixtralVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=64, patch_size=16
+    )
+    config = LlavaConfig(
+        vision_config=vision,
+        text_config=mistral_config(),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
+    model = randomize(LlavaForConditionalGeneration(config), seed).to(dtype)
+    model.generation_config.pad_token_id = 0
+    generator = torch.Generator().manual_seed(seed + 1)
+    rows, columns, line_break = 4, 2, 192
+    ids = [1, 5, 6]
+    for _ in range(rows):
+        ids += [IMAGE] * columns + [line_break]
+    ids += torch.randint(3, 150, (9,), generator=generator).tolist()
+    pixels = torch.randn(1, 3, 64, 32, generator=generator).to(dtype)
+    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    return model, inputs | {"pixel_values": pixels, "image_sizes": torch.tensor([[64, 32]])}
+
+
+def mistral_config() -> MistralConfig:
+    """head_dim differs from hidden / heads, as in Pixtral-12B."""
+    sizes = text_config().to_dict()
+    keep = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    ids = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+    return MistralConfig(**{k: sizes[k] for k in keep + ids}, head_dim=24, sliding_window=None)
+
+
+def build_text(family: str, seed: int = 0, *, text_len: int = 16):
+    """A random text-only model of another family -> (model, inputs)."""
+    if family == "mistral":
+        model = MistralForCausalLM(mistral_config())
+    elif family == "qwen2":
+        sizes = {k: v for k, v in text_config().to_dict().items() if k in Qwen2Config().to_dict()}
+        sizes = {k: sizes[k] for k in sizes if k.endswith(("_size", "_layers", "_heads", "_id", "_embeddings"))}
+        model = Qwen2ForCausalLM(Qwen2Config(**sizes, use_sliding_window=False))
+    else:
+        raise ValueError(family)
+    model = randomize(model, seed)
+    model.generation_config.pad_token_id = 0
+    ids = torch.randint(3, 150, (1, text_len), generator=torch.Generator().manual_seed(seed + 1))
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}

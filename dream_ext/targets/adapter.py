@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from dream_ext.targets.families import UnsupportedTarget, check_family
+from dream_ext.targets.families import UnsupportedTarget, check_family, check_rotary
 
 
 @dataclass
@@ -42,21 +43,20 @@ class TargetAdapter:
         UnsupportedTarget: unknown family, or an attention implementation without a 4-D mask.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        config = getattr(model, "config", None)
-        if config is None or not hasattr(model, "generate") or not hasattr(model, "get_decoder"):
-            raise UnsupportedTarget(f"{type(model).__name__} is not a transformers model with `generate`")
+    def __init__(self, model: PreTrainedModel) -> None:
+        if not isinstance(model, PreTrainedModel) or not model.can_generate():
+            raise UnsupportedTarget(
+                f"{type(model).__name__} is not a transformers model with `generate` (a wrapped or compiled target: pass"
+                " the model inside)"
+            )
+        config = model.config
         if config.is_encoder_decoder:
             raise UnsupportedTarget(f"{type(model).__name__} is an encoder-decoder; only decoders are supported")
         self.model = model
         self.text_config = config.get_text_config(decoder=True)
         self.mask_kind = check_family(config.model_type, self.text_config.model_type)
-        attention = self.text_config._attn_implementation
-        if attention not in ("sdpa", "eager"):
-            raise UnsupportedTarget(
-                f"attention implementation '{attention}' takes no tree mask: load the target with attn_implementation='sdpa'"
-            )
-        self.additive_mask = attention == "eager"  # eager attention adds its mask; a boolean one would add 1
+        check_rotary(self.text_config)
+        self.additive_mask  # noqa: B018  refuses an attention implementation without a tree mask
         self.decoder = model.get_decoder()
         self.embed = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
@@ -69,8 +69,23 @@ class TargetAdapter:
             raise UnsupportedTarget("sliding-window layers are not supported yet")
         self.placeholder_ids = _placeholder_ids(config)
         self.visual_ids = tuple(
-            i for i in (getattr(config, "image_token_id", None), getattr(config, "video_token_id", None)) if i is not None
+            i
+            for i in (getattr(config, "image_token_id", None), getattr(config, "video_token_id", None))
+            if i is not None
         )
+
+    @property
+    def additive_mask(self) -> bool:
+        """Eager attention adds its mask, where a boolean one would add 1; SDPA takes both.
+
+        Asked anew for every call: the implementation of a loaded model can be changed.
+        """
+        attention = self.text_config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise UnsupportedTarget(
+                f"attention implementation '{attention}' takes no tree mask: use target.set_attn_implementation('sdpa')"
+            )
+        return attention == "eager"
 
     @property
     def hidden_size(self) -> int:
@@ -132,12 +147,14 @@ class TargetAdapter:
     def head_is_plain(self, hidden: Tensor, logits: Tensor) -> bool:
         """Whether the outer model's logits are just the head of the decoder's output (no soft cap, no scaling).
 
-        Then a verify forward may skip the outer model.
+        Then a verify forward may skip the outer model, unless somebody's hooks are on it.
 
         Args:
             hidden: (hidden,) last hidden state of one position.
             logits: (vocab,) the outer model's logits there.
         """
+        if self.model._forward_hooks or self.model._forward_pre_hooks:
+            return False
         return torch.equal(self.lm_head(hidden[None])[0], logits.to(hidden.dtype))
 
 

@@ -34,3 +34,17 @@ def check_family(model_type: str, text_type: str) -> str:
             f"unknown target family '{model_type}': supported are {', '.join(sorted(OUTER_MODELS | set(TEXT_MASKS)))}"
         )
     return TEXT_MASKS[text_type]
+
+
+def check_rotary(text_config) -> None:
+    """Refuse rotary frequencies that depend on the length of the text.
+
+    A tree forward holds positions of several lengths at once, so that its nodes would get another length's frequencies.
+
+    Raises:
+        UnsupportedTarget: for dynamic NTK and longrope.
+    """
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind in ("dynamic", "longrope"):
+        raise UnsupportedTarget(f"rope_type '{kind}' depends on the text's length and cannot be verified in a tree")
