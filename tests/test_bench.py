@@ -8,10 +8,10 @@ import math
 import pytest
 import torch
 from conftest import random_drafter
-from tiny import build_llava
+from tiny import IMAGE, build_llava
 
 from dream_ext import bench_report, parting
-from dream_ext.bench import Bench, Loaded, Settings, check_methods, generate_options
+from dream_ext.bench import METHODS, Bench, Loaded, Settings, check_methods, generate_options, make_runner
 from dream_ext.bench_prompts import SHIPPED, Prompt, choose_prompts, read_questions
 from dream_ext.loading import UserError
 from dream_ext.timing import timed_answer
@@ -19,7 +19,9 @@ from dream_ext.timing import timed_answer
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def make_bench(file, count=3, dtypes=("float32",), temperatures=(0.0, 1.0), methods=("plain", "dream"), tokens=12, report=None):
+def make_bench(
+    file, count=3, dtypes=("float32",), temperatures=(0.0, 1.0), methods=("plain", "dream"), tokens=12, report=None
+):
     """A benchmark over random prompts of the tiny LLaVA; `kind` alternates."""
     prompts = [Prompt(f"question {i}", ("known", "new")[i % 2], None) for i in range(count)]
 
@@ -195,6 +197,19 @@ def test_judge_repeats_the_sampling(dtype):
         assert int((torch.softmax(logits / 0.8, -1) / noise.double()).argmax()) == token
 
 
+def test_prompt_lookup_copies_no_placeholder():
+    """With a picture placeholder among its drafts the first forward raises; real scores must stay as they are."""
+    model, inputs = build_llava()
+    ids = inputs["input_ids"]
+    place = int((ids == IMAGE).nonzero()[0, 1])
+    ids[0, place - 1] = ids[0, -1]
+    again = timed_answer(model.generate, model, inputs, seed=0, **generate_options(12, 0.0))
+    looked = make_runner(METHODS["prompt_lookup"], model, None)(inputs, generate_options(12, 0.0), 0)
+    assert looked.ids == again.ids
+    with pytest.raises(ValueError, match="do not match"):
+        model.generate(**inputs, prompt_lookup_num_tokens=10, max_new_tokens=12)
+
+
 def test_judge_leaves_the_generator_alone():
     """Explaining a parting must not shift the noise of the prompts that follow."""
     torch.manual_seed(1)
@@ -204,8 +219,8 @@ def test_judge_leaves_the_generator_alone():
 
 
 def record(**changes):
-    base = dict(tokens=11, decode_tokens=10, rounds=5, decode_s=1.0, total_s=2.0, prompt="a", kind="known")
-    return {**base, **changes}
+    base = {"tokens": 11, "decode_tokens": 10, "rounds": 5, "decode_s": 1.0, "total_s": 2.0}
+    return {**base, "prompt": "a", "kind": "known", **changes}
 
 
 def test_rates_are_pooled():
@@ -244,7 +259,7 @@ def test_shipped_questions_keep_to_their_split():
 
 
 def test_prompts_are_balanced_and_different(tmp_path):
-    """Kinds take turns, every question comes once before any comes twice, no prompt comes twice, the seed fixes the order."""
+    """Kinds take turns, every question comes once before any comes twice, no prompt twice, the seed fixes the order."""
     pictures = [tmp_path / f"{i}.png" for i in range(3)]
     for picture in pictures:
         picture.write_bytes(picture.name.encode())

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import random_drafter
 from tiny import build_llama, build_llava
-from tiny_folder import save_pictures, save_target
+from tiny_folder import save_pictures, save_target, use_as_demo
 
 from dream_ext import cli
 from dream_ext.drafter import Drafter
@@ -55,9 +55,13 @@ def refused(result, *words):
 
 def test_help_is_quick():
     """`--help` must not import torch or transformers: seconds on every use."""
-    code = "import sys; from dream_ext import cli; cli.main(['generate', '--help'])"
-    watch = f"import atexit, sys; atexit.register(lambda: print(*[m for m in ('torch', 'transformers') if m in sys.modules])); {code}"
-    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, timeout=60, check=False)
+    code = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print(*[m for m in ('torch', 'transformers') if m in sys.modules]))\n"
+        "from dream_ext import cli\n"
+        "cli.main(['generate', '--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert "--prompt" in done.stdout and done.stdout.splitlines()[-1] == ""
 
@@ -145,7 +149,17 @@ def test_generate_says_what_plain_generate_says(call, folders):
             torch.manual_seed(3)
             out = model.generate(**inputs, max_new_tokens=20, **how)
             want = loading.decode_text(processor, out[0, inputs["input_ids"].shape[1] :])
-            ask = ["generate", "--target", target, "--drafter", drafter, "--prompt", "w5 w6 w7 w8", "--dtype", "float32"]
+            ask = [
+                "generate",
+                "--target",
+                target,
+                "--drafter",
+                drafter,
+                "--prompt",
+                "w5 w6 w7 w8",
+                "--dtype",
+                "float32",
+            ]
             ask += ["--temperature", temperature, "--seed", 3, "--max-new-tokens", 20]
             ask += [] if image is None else ["--image", image]
             status, said, err = call(*ask)
@@ -167,12 +181,24 @@ def test_picture_for_a_text_model(call, folders, tmp_path):
 
 
 def test_bench_from_end_to_end(call, folders, tmp_path):
-    """One file with everything, a table on stdout; resuming a complete file asks nothing again; a half file is not overwritten."""
+    """One file with everything, a table on stdout; resuming asks nothing again; a half file is not overwritten."""
     target, drafter, pictures = folders
     questions = tmp_path / "q.json"
     questions.write_text(json.dumps({"known": ["w5 w6", "w9"], "new": ["w7 w8"]}))
     file = tmp_path / "r.json"
-    words = ["bench", "--json", file, "--target", target, "--drafter", drafter, "--pictures", pictures, "--questions", questions]
+    words = [
+        "bench",
+        "--json",
+        file,
+        "--target",
+        target,
+        "--drafter",
+        drafter,
+        "--pictures",
+        pictures,
+        "--questions",
+        questions,
+    ]
     words += ["--prompts", 3, "--max-new-tokens", 8, "--threads", 1]
     status, out, err = call(*words)
     assert status == 0, err
@@ -180,7 +206,17 @@ def test_bench_from_end_to_end(call, folders, tmp_path):
     result = json.loads(file.read_text())
     assert result["complete"] and len(result["rows"]) == 2 * 5 + 2 * 2
     assert str(tmp_path) not in file.read_text(), "a path of this machine got into the result"
-    for name in ("cpu", "torch", "commit", "target_fingerprint", "drafter_sha256", "trees", "command", "date", "threads"):
+    for name in (
+        "cpu",
+        "torch",
+        "commit",
+        "target_fingerprint",
+        "drafter_sha256",
+        "trees",
+        "command",
+        "date",
+        "threads",
+    ):
         assert name in result["meta"]
     assert result["summary"]["distinct_3"] > 0
     before = result["details"]
@@ -191,6 +227,53 @@ def test_bench_from_end_to_end(call, folders, tmp_path):
     refused(call(*words, "--resume", "--seed", 1), "cannot be resumed")
     file.write_text("hello")
     refused(call(*words), "no result")
+
+
+def tamper(monkeypatch):
+    """A decoder that changes one token: not what the target says."""
+    from dream_ext.generate import Decoder
+
+    honest = Decoder.generate
+
+    def dishonest(self, **kwargs):
+        out = honest(self, **kwargs).clone()
+        out[0, -2] = (out[0, -2] + 1) % 150
+        return out
+
+    monkeypatch.setattr(Decoder, "generate", dishonest)
+
+
+def test_demo_compares_both_answers(call, folders, monkeypatch):
+    """Same text, both speeds, tau, and `identical: yes` only when it is true."""
+    target, _, pictures = folders
+    use_as_demo(monkeypatch, target, pictures)
+    ask = ("demo", "--dtype", "float32", "--prompt", "w5 w6 w7", "--max-new-tokens", 16)
+    status, out, err = call(*ask)
+    assert status == 0, err
+    assert "identical: yes (16 tokens, float32)" in out and "tau" in out and "tokens/s" in out
+    status, out, _ = call(*ask, "--json", "--image", pictures / "1.png")
+    result = json.loads(out)
+    assert status == 0 and result["identical"] and result["parting"] is None
+    assert result["plain"]["text"] == result["dream"]["text"] and result["tau"] >= 1
+    tamper(monkeypatch)
+    status, out, _ = call(*ask)
+    assert status == 1 and "identical: no (first differing token 15" in out and "identical in fp32: no" in out
+
+
+def test_demo_explains_a_bf16_parting(call, folders, monkeypatch):
+    """In bf16 a parting is excused only when it is a near tie and fp32 answers are equal."""
+    from dream_ext import duel, parting
+
+    target, _, pictures = folders
+    use_as_demo(monkeypatch, target, pictures)
+    ask = ("demo", "--prompt", "w5 w6 w7", "--max-new-tokens", 16)
+    tamper(monkeypatch)
+    assert call(*ask)[0] == 1
+    monkeypatch.setattr(duel, "_equal_in_fp32", lambda *_: True)
+    assert call(*ask)[0] == 1, "a wide gap was excused"
+    monkeypatch.setattr(parting, "BF16_ULPS", 10**6)
+    status, out, _ = call(*ask)
+    assert status == 0 and "identical: no" in out and "identical in fp32: yes" in out
 
 
 def test_doctor_json(call):
@@ -205,12 +288,14 @@ def test_doctor_json(call):
     assert facts["demo"]["installed"] is False
     assert any(p["mend"] == "dream-ext demo --install" for p in facts["problems"])
     assert all(set(p) == {"level", "what", "mend"} and p["mend"] for p in facts["problems"])
-    assert {Path(name).name.split(".")[0] for name in facts["openmp"]} <= {"libgomp", "libomp", "libiomp5"} or facts["openmp"]
+    assert {Path(name).name.split(".")[0] for name in facts["openmp"]} <= {"libgomp", "libomp", "libiomp5"} or facts[
+        "openmp"
+    ]
 
 
 def test_doctor_for_people(call):
     """The table shows every fact and the mends."""
-    status, out, _ = call("doctor")
+    _status, out, _ = call("doctor")
     assert "torch" in out and "mend: dream-ext demo --install" in out and out.rstrip().endswith("ready")
 
 

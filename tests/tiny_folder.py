@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+from conftest import random_drafter
 from PIL import Image
 from tiny import IMAGE, VOCAB, build_llava
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from dream_ext import demo, loading
 
 TEMPLATE = (
     "{% for m in messages %}{% for part in m['content'] %}"
@@ -27,10 +33,12 @@ def save_target(folder: Path, seed: int = 0) -> Path:
     tokens = Tokenizer(WordLevel(vocabulary, unk_token="w3"))
     tokens.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=tokens, bos_token="<s>", eos_token="</s>", pad_token="<pad>", extra_special_tokens={"image_token": "<image>"}
+        tokenizer_object=tokens,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        extra_special_tokens={"image_token": "<image>"},
     )
-    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-
     side = {"height": 28, "width": 28}
     images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
     processor = LlavaProcessor(
@@ -52,3 +60,15 @@ def save_pictures(folder: Path, count: int = 2) -> Path:
     for i in range(count):
         Image.new("RGB", (40, 30), (80 * i + 40, 200 - 60 * i, 90)).save(folder / f"{i}.png")
     return folder
+
+
+def use_as_demo(monkeypatch: pytest.MonkeyPatch, target: Path, pictures: Path) -> None:
+    """The demo's functions give this target with an untrained drafter: nothing needs to be installed."""
+
+    def load_target(dtype=torch.bfloat16):
+        return loading.load_target(str(target), dtype, torch.device("cpu"))
+
+    monkeypatch.setattr(demo, "load_target", load_target)
+    monkeypatch.setattr(demo, "load_processor", lambda: loading.load_processor(str(target)))
+    monkeypatch.setattr(demo, "load_drafter", lambda dtype=torch.bfloat16: random_drafter(build_llava()[0]).to(dtype))
+    monkeypatch.setattr(demo, "pictures", lambda: sorted(pictures.iterdir()))
