@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-SOURCES := pyproject.toml setup.py CMakeLists.txt constraints.txt $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.cu csrc/*/*.h csrc/*/*/*.h)
+SOURCES := pyproject.toml setup.py CMakeLists.txt constraints.txt $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
 # The CUDA kernels are compiled only where a GPU is visible. DREAM_CUDA=ON or AUTO on the command line overrides it.
 ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)

@@ -37,9 +37,9 @@ View cpu(handle tensor, int ndim) {
 template <class T>
 T* vector(handle tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
   const View view = cpu(tensor, read(tensor).ndim);
-  const bool rows = view.ndim == 2 && view.shape[0] > 1 && view.stride[0] != view.shape[1];
+  const bool rows = size > 0 && view.ndim == 2 && view.shape[0] > 1 && view.stride[0] != view.shape[1];
   if (!view.is(kind, sizeof(T)) || view.ndim > 2 || rows || view.elements() != size)
-    throw py::type_error("wanted " + std::to_string(size) + " contiguous elements of another type");
+    throw py::type_error("wanted " + std::to_string(size) + " contiguous elements of the right type");
   return reinterpret_cast<T*>(view.data);
 }
 int64_t* ids(handle tensor, int64_t size) { return vector<int64_t>(tensor, Kind::integer, size); }

@@ -1,6 +1,7 @@
 """Compiled operators, each beside its reference in plain PyTorch: ``op`` and ``op_ref``.
 
-The tensor's device chooses the kernel. An operator never becomes its reference by itself: what is not built is refused in words.
+The tensor's device chooses the kernel. An operator never becomes its reference by itself: what is not built is
+refused in words.
 All operators are for inference: an input that requires grad under enabled grad is an error.
 """
 

@@ -1,7 +1,7 @@
 """The border between Python and the kernels: every argument is checked here, in one vocabulary of messages.
 
-A message says operator, argument, wanted, got. ``Border`` lives for one call and remembers the sizes it has seen, so that
-``("rows", "vocab")`` on one tensor and ``("rows",)`` on the next must agree.
+A message says operator, argument, wanted, got. ``Border`` lives for one call and remembers the sizes it has seen, so
+that ``("rows", "vocab")`` on one tensor and ``("rows",)`` on the next must agree.
 """
 
 from __future__ import annotations

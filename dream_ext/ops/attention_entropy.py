@@ -21,8 +21,9 @@ def attention_entropy(q: Tensor, k: Tensor, scale: float) -> Tensor:
     Returns:
         (heads, n) float32 in [0, ln(i + 1)].
 
-    One pass in fp32 with running maximum m, Z = sum e^(s-m) and U = sum e^(s-m) (s-m); H = ln Z - U / Z does not cancel as
-    logsumexp - sum(p s) does. Source: entropy-adaptive selection of DREAM (arXiv 2505.19201).
+    One pass in fp32 with running maximum m, Z = sum e^(s-m) and U = sum e^(s-m) (s-m); H = ln Z - U / Z does not cancel
+    as logsumexp - sum(p s) does. Memory is a float32 copy of k, never n x n.
+    Source: entropy-adaptive selection of DREAM (arXiv 2505.19201).
     """
     border = Border("attention_entropy")
     border.tensor("q", q, FLOATS, "heads", "n", "head_dim")

@@ -15,13 +15,14 @@ def attention_mass(q: Tensor, k: Tensor, row_positions: Tensor, scale: float) ->
     Args:
         q: (heads, rows, head_dim) float32 or bfloat16, rotary positions applied; heads is a multiple of kv_heads.
         k: (kv_heads, keys, head_dim), same dtype; query head h reads key head h // (heads / kv_heads).
-        row_positions: (rows,) int64; key j is visible to a row iff j <= its position. A row that sees nothing adds nothing.
+        row_positions: (rows,) int64; key j is visible to a row iff j <= its position. A row that sees nothing adds 0.
         scale: factor on q k^T, usually head_dim ** -0.5.
 
     Returns:
         (keys,) float32; the total is heads x rows when every row sees a key.
 
-    Memory is heads x keys, never rows x keys for all rows. Source: DREAM (arXiv 2505.19201), visual token compression.
+    Memory is a float32 copy of k and heads x keys floats, never rows x keys.
+    Source: DREAM (arXiv 2505.19201), visual token compression.
     """
     border = Border("attention_mass")
     border.tensor("q", q, FLOATS, "heads", "rows", "head_dim")

@@ -29,7 +29,9 @@ def keep_path(buffers: Sequence[Tensor], start: int, path: Tensor) -> None:
         if not isinstance(buffer, Tensor):
             raise border.refuse(f"buffers[{i}]", "a tensor", type(buffer).__name__, TypeError)
         if buffer.requires_grad and torch.is_grad_enabled():
-            raise border.refuse(f"buffers[{i}]", "no gradient (operators are for inference: use torch.no_grad())", "requires_grad")
+            raise border.refuse(
+                f"buffers[{i}]", "no gradient (operators are for inference: use torch.no_grad())", "requires_grad"
+            )
     border.tensor("path", path, INT64, "length", any_device=True)
     border.integer("start", start, 0)
     border.device = device = buffers[0].device if buffers else path.device

@@ -1,4 +1,4 @@
-"""Visual token compression: the best-scored visual tokens in their original order, and every per-token tensor with them."""
+"""Visual token compression: the best-scored visual tokens in original order, and every per-token tensor with them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def select_visual(scores: Tensor, keep: int, *tensors: Tensor) -> tuple[Tensor, 
     border.on_cpu()
     indices = torch.empty((keep,), dtype=torch.int64, device=scores.device)
     gathered = tuple(torch.empty((keep, *t.shape[1:]), dtype=t.dtype, device=scores.device) for t in tensors)
-    native("select_visual").select_visual(scores.contiguous(), indices, tuple(t.contiguous() for t in tensors), gathered)
+    native("select_visual").select_visual(
+        scores.contiguous(), indices, tuple(t.contiguous() for t in tensors), gathered
+    )
     return indices, *gathered
 
 

@@ -29,7 +29,9 @@ def verify_tree(tokens: Tensor, parents: Tensor, choices: Tensor) -> tuple[Tenso
     if tokens.shape[0] == 0:
         raise border.refuse("tokens", "at least the root", "0 nodes")
     path = torch.empty((tokens.shape[0],), dtype=torch.int64, device=tokens.device)
-    length, bonus = native("verify_tree").verify_tree(tokens.contiguous(), parents.contiguous(), choices.contiguous(), path)
+    length, bonus = native("verify_tree").verify_tree(
+        tokens.contiguous(), parents.contiguous(), choices.contiguous(), path
+    )
     return path[:length], bonus
 
 
