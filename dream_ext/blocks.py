@@ -1,7 +1,8 @@
-"""The drafter's decoder blocks: pre-norm, grouped-query attention, SwiGLU; self-attention with RoPE or gated cross-attention.
+"""The drafter's decoder blocks: pre-norm, grouped-query attention, SwiGLU; self-attention with RoPE or gated
+cross-attention.
 
-A block does not own an attention loop. It projects, and it merges what was attended; how rows attend (unrolled training, or cached
-tree drafting) is decided by the caller, so both paths share every weight and every formula.
+A block does not own an attention loop. It projects, and it merges what was attended; how rows attend (unrolled
+training, or cached tree drafting) is decided by the caller, so both paths share every weight and every formula.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Block(nn.Module):
         hidden, intermediate: sizes of the residual stream and of the SwiGLU.
         heads, kv_heads, head_dim: grouped-query attention; ``heads`` is a multiple of ``kv_heads``.
         eps: of every RMSNorm.
-        cross: keys and values come from target features instead of the running state; q and k are normed per head and both
-            residuals pass a tanh gate that starts closed, so that training starts from the identity.
+        cross: keys and values come from target features instead of the running state; q and k are normed per head and
+            both residuals pass a tanh gate that starts closed, so that training starts from the identity.
         rope: rotate q and k (always wanted in self-attention; an option in cross-attention).
         input_norm: whether the norm before attention has a weight. It has none where the input is already of unit RMS.
     """
@@ -83,8 +84,8 @@ class Block(nn.Module):
     def project(self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (heads, n, head_dim), keys and values (kv_heads, n, head_dim) of n rows.
 
-        ``x`` (n, hidden) is the running state, ``feats`` (n, hidden) the unit-RMS features of the rows' previous positions (read by
-        cross-attention alone), ``cos`` and ``sin`` (n or 1, head_dim) the rotary table of the rows.
+        ``x`` (n, hidden) is the running state, ``feats`` (n, hidden) the unit-RMS features of the rows' previous
+        positions (read by cross-attention alone), ``cos`` and ``sin`` (n or 1, head_dim) the rotary table of the rows.
         """
         n, d, heads, kv_heads = x.shape[0], self.head_dim, self.heads, self.kv_heads
         normed = F.rms_norm(x, (x.shape[-1],), self.input_norm, self.eps)
@@ -112,13 +113,16 @@ def unrolled_attention(
 ) -> Tensor:
     """Attention of one unrolled training step -> (n, heads * head_dim).
 
-    ``q`` (heads, n, d) attends to the true slots ``keys``, ``values`` (kv_heads, T, d) where ``visible`` (n, T) bool allows, and to one
+    ``q`` (heads, n, d) attends to the true slots ``keys``, ``values`` (kv_heads, T, d) where ``visible`` (n, T) bool
+    allows, and to one
     slot of each earlier drafted step: row i sees row i of every pair in ``own`` (kv_heads, n, d).
     """
     heads, n, d = q.shape
     kv_heads = keys.shape[0]
     if not own:
-        mixed = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=visible, scale=scale, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            q[None], keys[None], values[None], attn_mask=visible, scale=scale, enable_gqa=True
+        )
         return mixed[0].transpose(0, 1).reshape(n, heads * d)
     groups = heads // kv_heads
     q = q.reshape(kv_heads, groups, n, d) * scale

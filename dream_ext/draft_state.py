@@ -1,7 +1,8 @@
 """The drafter's inference state: one sequence, keys and values of every block in preallocated buffers.
 
-Committed slots come first and hold the target's true features; drafted slots follow and hold the drafter's own. Committed slots are
-only ever appended or cropped; drafted ones are forgotten before the next append, so that no drafted feature survives a round.
+Committed slots come first and hold the target's true features; drafted slots follow and hold the drafter's own.
+Committed slots are only ever appended or cropped; drafted ones are forgotten before the next append, so that no
+drafted feature survives a round.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from .blocks import rotary_table, unit_rms
 if TYPE_CHECKING:
     from .drafter import Drafter
 
-# Below this many rows plain matmul-softmax-matmul is faster than the fused kernel; above, it must not hold rows x slots x heads.
+# Below this many rows plain matmul-softmax-matmul is faster than the fused kernel; above, it must not hold rows x
+# slots x heads.
 _FEW_ROWS = 32
 
 
@@ -73,8 +75,9 @@ class DraftState:
     def append(self, embeds: Tensor, feats: Tensor, positions: Tensor) -> Tensor:
         """Commit n slots behind the committed ones, causally -> hidden (n, hidden).
 
-        ``embeds`` (n, hidden) are the tokens' embeddings, ``feats`` (n, feature_size) the target's features of the previous positions
-        (zeros for the first token of the sequence), ``positions`` (n,) int64 rotary positions. Drafted slots are forgotten first.
+        ``embeds`` (n, hidden) are the tokens' embeddings, ``feats`` (n, feature_size) the target's features of the
+        previous positions (zeros for the first token of the sequence), ``positions`` (n,) int64 rotary positions.
+        Drafted slots are forgotten first.
         """
         self.drafted = 0
         n = embeds.shape[0]
@@ -90,12 +93,14 @@ class DraftState:
     def draft(self, embeds: Tensor, feats: Tensor, position: int, ancestors: Tensor) -> Tensor:
         """Add m drafted slots that share one rotary position -> hidden (m, hidden).
 
-        ``feats`` (m, hidden) are the drafter's own hidden rows of the parents; ``ancestors`` (m, drafted + m) bool says which drafted
-        slots a row sees (its own included). Every committed slot is seen.
+        ``feats`` (m, hidden) are the drafter's own hidden rows of the parents; ``ancestors`` (m, drafted + m) bool
+        says which drafted slots a row sees (its own included). Every committed slot is seen.
         """
         m, seen = embeds.shape[0], self.drafted + embeds.shape[0]
         if ancestors.shape != (m, seen):
-            raise ValueError(f"draft: ancestors must have shape {(m, seen)} (rows, drafted slots + rows), got {tuple(ancestors.shape)}")
+            raise ValueError(
+                f"draft: ancestors must be {(m, seen)}: rows, drafted slots + rows; got {tuple(ancestors.shape)}"
+            )
         start = self.length + self.drafted
         self._reserve(start + m)
         self._cover(position)
@@ -132,11 +137,14 @@ class DraftState:
         return drafter.finish(x)
 
     def _attend(self, q: Tensor, buffer: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """``q`` (heads, n, head_dim) over all slots of ``buffer`` (2, kv_heads, slots, head_dim) -> (n, heads * head_dim)."""
+        """``q`` (heads, n, head_dim) over all slots of ``buffer`` (2, kv_heads, slots, head_dim) -> (n, heads *
+        head_dim)."""
         heads, n, d = q.shape
         keys, values = buffer
         if n > _FEW_ROWS:
-            mixed = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True)
+            mixed = F.scaled_dot_product_attention(
+                q[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
+            )
             return mixed[0].transpose(0, 1).reshape(n, heads * d)
         q = q.reshape(self._kv_heads, self._groups * n, d)
         if mask is None:

@@ -1,7 +1,8 @@
 """The drafter: a few decoder blocks over a frozen target, its configuration, and its folder on disk.
 
-Slot ``t`` of the drafter holds the embedding of token ``t`` and the target's feature of position ``t - 1`` (zeros for the first token);
-its hidden row approximates the target's feature of position ``t`` and, through the target's LM head, predicts token ``t + 1``.
+Slot ``t`` of the drafter holds the embedding of token ``t`` and the target's feature of position ``t - 1`` (zeros for
+the first token); its hidden row approximates the target's feature of position ``t`` and, through the target's LM head,
+predicts token ``t + 1``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from .draft_state import DraftState
 if TYPE_CHECKING:
     from .targets.adapter import TargetAdapter
 
-# Bounds on sizes read from a folder: generous for any model, small enough that a damaged file cannot ask for absurd memory.
+# Bounds on sizes read from a folder: generous for any model, small enough that a damaged file cannot ask for absurd
+# memory.
 _BOUNDS = {
     "hidden_size": 65536,
     "intermediate_size": 262144,
@@ -39,14 +41,15 @@ class DrafterConfig:
 
     Attributes:
         target_name, target_fingerprint: the target it was trained on.
-        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rope_theta, rms_norm_eps: sizes as in a decoder layer;
-            ``hidden_size`` is the target's.
+        hidden_size, intermediate_size, num_heads, num_kv_heads, head_dim, rope_theta, rms_norm_eps: sizes as in a
+            decoder layer; ``hidden_size`` is the target's.
         vocab_size: rows of the target's LM head.
         draft_vocab_size: rows of it that the drafter scores; None = all.
         blocks: "self" and "cross", in order. ("self",) is EAGLE-2, ("self", "cross", "self") is DREAM.
         fusion: "concat" (one linear over embedding and feature) or "none" (the embedding alone).
         cross_rope: rotate q and k of cross-attention blocks.
-        feature_layers: target layers (indices) whose outputs are fused with the last feature, as in EAGLE-3; () = the last feature alone.
+        feature_layers: target layers (indices) whose outputs are fused with the last feature, as in EAGLE-3; () = the
+            last feature alone.
         visual_ratio: share of visual tokens the drafter sees.
     """
 
@@ -75,21 +78,32 @@ class DrafterConfig:
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= bound:
                 raise ValueError(f"drafter config: {name} must be an integer in 1..{bound}, got {value!r}")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"drafter config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+            raise ValueError(
+                f"drafter config: num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"drafter config: head_dim must be even for rotary embedding, got {self.head_dim}")
         if not 1 <= len(self.blocks) <= _MAX_BLOCKS or set(self.blocks) - {"self", "cross"}:
-            raise ValueError(f'drafter config: blocks must be 1..{_MAX_BLOCKS} of "self" and "cross", got {self.blocks}')
+            raise ValueError(
+                f'drafter config: blocks must be 1..{_MAX_BLOCKS} of "self" and "cross", got {self.blocks}'
+            )
         if self.fusion not in ("concat", "none"):
             raise ValueError(f'drafter config: fusion must be "concat" or "none", got {self.fusion!r}')
-        if len(self.feature_layers) > _MAX_FEATURE_LAYERS or not all(isinstance(i, int) and i >= 0 for i in self.feature_layers):
-            raise ValueError(f"drafter config: feature_layers must be at most {_MAX_FEATURE_LAYERS} layer indices, got {self.feature_layers}")
-        if self.draft_vocab_size is not None and not (isinstance(self.draft_vocab_size, int) and 1 <= self.draft_vocab_size <= self.vocab_size):
-            raise ValueError(f"drafter config: draft_vocab_size must be in 1..{self.vocab_size} or null, got {self.draft_vocab_size!r}")
+        if len(self.feature_layers) > _MAX_FEATURE_LAYERS or not all(
+            isinstance(i, int) and i >= 0 for i in self.feature_layers
+        ):
+            raise ValueError(
+                f"drafter config: feature_layers: up to {_MAX_FEATURE_LAYERS} indices, got {self.feature_layers}"
+            )
+        size = self.draft_vocab_size
+        if size is not None and not (isinstance(size, int) and 1 <= size <= self.vocab_size):
+            raise ValueError(f"drafter config: draft_vocab_size must be null or in 1..{self.vocab_size}, got {size!r}")
         if not 0.0 <= self.visual_ratio <= 1.0:
             raise ValueError(f"drafter config: visual_ratio must be in 0..1, got {self.visual_ratio!r}")
         if not (0.0 < self.rope_theta < 1e12 and 0.0 < self.rms_norm_eps < 1.0):
-            raise ValueError(f"drafter config: rope_theta {self.rope_theta!r} or rms_norm_eps {self.rms_norm_eps!r} is out of range")
+            raise ValueError(
+                f"drafter config: rope_theta {self.rope_theta!r} or rms_norm_eps {self.rms_norm_eps!r} is out of range"
+            )
 
     @property
     def feature_size(self) -> int:
@@ -104,7 +118,10 @@ class DrafterConfig:
     def from_dict(cls, data: dict) -> DrafterConfig:
         """Checked inverse of `to_dict`; unknown and missing keys are errors."""
         known = {f.name for f in fields(cls)}
-        unknown, required = set(data) - known - {"format"}, {"hidden_size", "vocab_size", "target_name", "target_fingerprint"} - set(data)
+        unknown, required = (
+            set(data) - known - {"format"},
+            {"hidden_size", "vocab_size", "target_name", "target_fingerprint"} - set(data),
+        )
         if unknown or required:
             raise ValueError(f"drafter config: unknown keys {sorted(unknown)}, missing keys {sorted(required)}")
         return cls(**{k: v for k, v in data.items() if k in known})
@@ -112,12 +129,13 @@ class DrafterConfig:
     @classmethod
     def for_target(cls, adapter: TargetAdapter, fingerprint: str, **changes) -> DrafterConfig:
         """The sizes of the target's own text layers, with ``changes`` on top."""
-        text = adapter.text_config
+        text, name = adapter.text_config, getattr(adapter.model.config, "_name_or_path", "")
         heads = text.num_attention_heads
         rope = getattr(text, "rope_parameters", None) or {}
         theta = rope.get("rope_theta") if isinstance(rope, dict) else None
         base = {
-            "target_name": getattr(adapter.model.config, "_name_or_path", "") or type(adapter.model).__name__,
+            # A hub id stays whole; of a local folder the last part is the name.
+            "target_name": Path(name).name if Path(name).is_absolute() else name or type(adapter.model).__name__,
             "target_fingerprint": fingerprint,
             "hidden_size": adapter.hidden_size,
             "intermediate_size": text.intermediate_size,
@@ -132,7 +150,8 @@ class DrafterConfig:
 
 
 class UnrolledStep(NamedTuple):
-    """One unrolled draft step over R supervised rows: ``hidden`` and ``initial`` (R, hidden), ``valid`` (R,) bool (whole chain present)."""
+    """One unrolled draft step over R supervised rows: ``hidden`` and ``initial`` (R, hidden), ``valid`` (R,) bool
+    (whole chain present)."""
 
     hidden: Tensor
     initial: Tensor
@@ -167,7 +186,8 @@ class Drafter(nn.Module):
                 eps,
                 cross=kind == "cross",
                 rope=kind == "self" or config.cross_rope,
-                # Without fusion the first block reads embeddings that are of unit RMS already: a weight would only rescale them.
+                # Without fusion the first block reads embeddings that are of unit RMS already: a weight would only
+                # rescale them.
                 input_norm=i > 0 or config.fusion != "none",
             )
             for i, kind in enumerate(config.blocks)
@@ -178,12 +198,17 @@ class Drafter(nn.Module):
         self._head: tuple[Tensor, Tensor | None] | None = None
 
     def bind(self, adapter: TargetAdapter) -> None:
-        """Take the target's LM head: its own storage when the draft vocabulary is full, one copy of the wanted rows otherwise."""
+        """Take the target's LM head: its own storage when the draft vocabulary is full, one copy of the wanted rows
+        otherwise."""
         config, head = self.config, adapter.lm_head
         if adapter.hidden_size != config.hidden_size:
-            raise ValueError(f"bind: the drafter was made for hidden size {config.hidden_size}, the target has {adapter.hidden_size}")
+            raise ValueError(
+                f"bind: the drafter was made for hidden size {config.hidden_size}, the target has {adapter.hidden_size}"
+            )
         if adapter.vocab_size != config.vocab_size:
-            raise ValueError(f"bind: the drafter was made for {config.vocab_size} LM head rows, the target has {adapter.vocab_size}")
+            raise ValueError(
+                f"bind: the drafter was made for {config.vocab_size} LM head rows, the target has {adapter.vocab_size}"
+            )
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
         bias = None if bias is None else bias.detach()
         if self.draft_vocab is not None:
@@ -209,7 +234,8 @@ class Drafter(nn.Module):
         return DraftState(self, capacity)
 
     def reduce(self, feats: Tensor) -> Tensor:
-        """Target feature rows (n, feature_size) -> (n, hidden): the last feature itself, or the fused taps of ``feature_layers``."""
+        """Target feature rows (n, feature_size) -> (n, hidden): the last feature itself, or the fused taps of
+        ``feature_layers``."""
         if self.reduce_proj is None or feats.shape[-1] == self.config.hidden_size:
             return feats
         taps = feats.unflatten(-1, (-1, self.config.hidden_size))
@@ -234,11 +260,12 @@ class Drafter(nn.Module):
             feats: (T, feature_size) target features of every row's previous position (zeros where there is none).
             positions: (T,) int64 rotary positions.
             base: (T, T) bool, row t may see slot s; every row sees itself.
-            rows: (R,) int64 ascending, the rows that predict answer tokens. A chain runs over neighbouring rows of this list.
+            rows: (R,) int64 ascending, the rows that predict answer tokens. A chain runs over neighbouring rows of
+                this list.
             steps: number of unrolled steps, at least 1.
 
-        At step j the row at t sees the true slots that t - j sees at step 0 and, of every step i in 1..j, the slot t - (j - i) alone.
-        A row of step j is valid when rows t - j .. t are all in ``rows``.
+        At step j the row at t sees the true slots that t - j sees at step 0 and, of every step i in 1..j, the slot t -
+        (j - i) alone. A row of step j is valid when rows t - j .. t are all in ``rows``.
         """
         cos, sin = rotary_table(positions, self.config.head_dim, self.config.rope_theta, embeds.dtype)
         feats = unit_rms(self.reduce(feats), self.config.rms_norm_eps)
@@ -278,7 +305,8 @@ class Drafter(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, dtype: torch.dtype | None = None) -> Drafter:
-        """Read a drafter folder, strictly; ``dtype`` None keeps the file's. Raises ValueError with a report of what does not fit."""
+        """Read a drafter folder, strictly; ``dtype`` None keeps the file's. Raises ValueError with a report of what
+        does not fit."""
         from .drafter_folder import load_drafter
 
         return load_drafter(cls, DrafterConfig, folder, dtype)

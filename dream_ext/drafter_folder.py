@@ -49,7 +49,9 @@ def save_drafter(drafter: Drafter, folder: str | Path) -> None:
     write_atomic(folder / CONFIG, json.dumps({"format": FORMAT, **drafter.config.to_dict()}, indent=1) + "\n")
 
 
-def load_drafter(cls: type[Drafter], config_cls: type[DrafterConfig], folder: str | Path, dtype: torch.dtype | None) -> Drafter:
+def load_drafter(
+    cls: type[Drafter], config_cls: type[DrafterConfig], folder: str | Path, dtype: torch.dtype | None
+) -> Drafter:
     """Read a drafter folder; every size is compared with the configuration before any weight is allocated."""
     folder = Path(folder)
     config = config_cls.from_dict(_read_config(folder / CONFIG))
@@ -61,7 +63,7 @@ def load_drafter(cls: type[Drafter], config_cls: type[DrafterConfig], folder: st
         raise FileNotFoundError(f"{folder} is no drafter folder: {WEIGHTS} is missing")
     try:
         with safe_open(path, framework="pt") as file:
-            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+            found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  not a dict
             _compare(path, wanted, found)
             tensors = {name: file.get_tensor(name) for name in wanted}
     except SafetensorError as error:

@@ -1,4 +1,4 @@
-"""The drop-in: `Decoder.generate`, `attach` and a `custom_generate` callable, all with `target.generate`'s own contract."""
+"""The drop-in: `Decoder.generate`, `attach` and a `custom_generate` callable, with `target.generate`'s own contract."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Decoder:
         target: a transformers model with `generate`; it is not modified.
         drafter: a `Drafter` made for it.
         tree: shape of the draft trees; the default is small and suits a CPU.
-        visual_ratio: share of the picture positions the drafter reads (0 = none, 1 = all); the drafter's own by default.
+        visual_ratio: share of the picture positions the drafter reads, 0 to 1; the drafter's own by default.
         check_target: compare the target's fingerprint with the one the drafter was made for.
     Raises:
         UnsupportedTarget: a family that tree verification does not know.
@@ -233,7 +233,7 @@ def _hooks(base: type) -> dict[str, Callable]:
         return base._validate_generation_mode(self, generation_mode, *args, **kwargs)
 
     def _get_deprecated_gen_repo(self, generation_mode, *args, **kwargs):
-        """Asked before the mode is validated; answers modes that left transformers with an advice that would not help."""
+        """Asked before the mode is validated; answers modes that left transformers with advice that would not help."""
         if _active(self) is not None:
             check_mode(generation_mode)
         return base._get_deprecated_gen_repo(self, generation_mode, *args, **kwargs)

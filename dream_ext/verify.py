@@ -23,7 +23,7 @@ def tree_mask(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> Tensor | di
     if adapter.additive_mask:
         least = torch.finfo(adapter.dtype).min
         sees = torch.zeros_like(sees, dtype=adapter.dtype).masked_fill_(~sees, least)
-    return {kind: sees for kind in set(adapter.layer_types)} if adapter.mask_kind == "dict" else sees
+    return dict.fromkeys(set(adapter.layer_types), sees) if adapter.mask_kind == "dict" else sees
 
 
 def verify(

@@ -10,11 +10,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny import build_llama, build_llava  # noqa: E402
+from tiny import build_llama, build_llava
 
-from dream_ext.drafter import Drafter, DrafterConfig  # noqa: E402
-from dream_ext.targets.adapter import TargetAdapter  # noqa: E402
-from dream_ext.targets.fingerprint import fingerprint  # noqa: E402
+from dream_ext.drafter import Drafter, DrafterConfig
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.fingerprint import fingerprint
 
 torch.set_num_threads(1)
 

@@ -26,7 +26,14 @@ VARIANTS = {
 
 
 def small(**changes) -> DrafterConfig:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_heads": 6, "num_kv_heads": 2, "head_dim": 8, "vocab_size": 97}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 6,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 97,
+    }
     return DrafterConfig("tiny", "0" * 64, **{**sizes, **changes})
 
 
@@ -79,9 +86,10 @@ def logprobs(drafter: Drafter, hidden: torch.Tensor, head: torch.Tensor) -> torc
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 def test_unrolled_training_equals_cached_drafting_on_a_tree(variant, dtype, tolerance):
-    """Catches siblings that see each other, shifted keys, wrong positions, features that come one slot late: in training or in drafting."""
+    """Catches siblings that see each other, shifted keys, wrong positions, features that come one slot late: in
+    training or in drafting."""
     config = small(**VARIANTS[variant])
     drafter = make(config, dtype)
     embeds, feats = draw(config, 9, dtype)
@@ -125,11 +133,14 @@ def _draft_tree(drafter, embeds, feats, tokens, parents, siblings=False):
 
 
 def _unroll_chain(drafter, embeds, feats, tokens, chain):
-    """Hidden row of the chain's last node by unrolled training: the nodes' embeddings take the place of the text's next tokens."""
+    """Hidden row of the chain's last node by unrolled training: the nodes' embeddings take the place of the text's
+    next tokens."""
     length, steps = embeds.shape[0], len(chain) + 1
     path = torch.stack([tokens[level, node] for level, node in enumerate(chain)])
     embeds = torch.cat([embeds, path])
-    feats = torch.cat([feats, torch.randn(len(chain), feats.shape[1], dtype=feats.dtype)])  # never read by the last row's chain
+    feats = torch.cat(
+        [feats, torch.randn(len(chain), feats.shape[1], dtype=feats.dtype)]
+    )  # never read by the last row's chain
     total = length + len(chain)
     base = torch.ones(total, total, dtype=torch.bool).tril()
     rows = torch.arange(length - 1, total)
@@ -161,12 +172,19 @@ def test_isolated_turns_equal_single_turns():
     packed = drafter.unroll(embeds, feats, positions, base, torch.cat([first, second]), 3)
     alone = torch.cat([prefix, second])
     single = drafter.unroll(
-        embeds[alone], feats[alone], torch.arange(11), torch.ones(11, 11, dtype=torch.bool).tril(), torch.arange(4, 11), 3
+        embeds[alone],
+        feats[alone],
+        torch.arange(11),
+        torch.ones(11, 11, dtype=torch.bool).tril(),
+        torch.arange(4, 11),
+        3,
     )
     for one, many in zip(single, packed, strict=True):
         valid = one.valid
         torch.testing.assert_close(many.hidden[5:][valid], one.hidden[valid], rtol=0, atol=1e-10)
-    assert packed[2].valid.sum() == 5 - 2 + 7  # the two turns are neighbours here, so only the very first rows lack a chain
+    assert (
+        packed[2].valid.sum() == 5 - 2 + 7
+    )  # the two turns are neighbours here, so only the very first rows lack a chain
     gap = drafter.unroll(embeds, feats, positions, base, torch.cat([first[1:], second[1:]]), 3)
     assert gap[2].valid.tolist() == [False, False, True, True, False, False, True, True, True, True]
 

@@ -60,7 +60,7 @@ def target_law(processors: LogitsProcessorList, eos: bool) -> dict[tuple[int, ..
 
 
 class Replay:
-    """Chooses as told and keeps the probability of having done so; beyond the script it takes the first possible token."""
+    """Chooses as told and keeps the probability of having done so; then takes the first possible token."""
 
     def __init__(self, script: list[int]) -> None:
         self.script, self.taken, self.options, self.p = script, [], [], 1.0

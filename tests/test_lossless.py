@@ -59,7 +59,7 @@ SETTINGS = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", ["llava", "llama", "two_pictures"])
 def test_same_text_as_generate(setting, family, request, monkeypatch):
-    """Any acceptance rule but the target's own, any wrong prefix for a processor, any extra draw of noise shows here."""
+    """Any rule but the target's own, any wrong prefix for a processor, any extra draw of noise shows here."""
     if family == "two_pictures":
         model, inputs = build_llava(seed=3, images=2)
         drafter = random_drafter(model)
@@ -112,7 +112,7 @@ def test_scores_and_logits(llava, monkeypatch):
 
 @pytest.mark.parametrize("stop", ["max_new", "eos", "criterion"])
 def test_cache_equals_a_rebuilt_one(stop, llava, monkeypatch):
-    """Keys and values of every layer after every round; and len(sequence) - 1 positions at the end, however it stops."""
+    """Keys and values of every layer after every round; len(sequence) - 1 positions at the end, however it stops."""
     model, inputs, drafter = llava
     base, _ = plain(model, inputs, do_sample=False, max_new_tokens=NEW)
     length = inputs["input_ids"].shape[1]
@@ -295,7 +295,7 @@ def test_attach_and_custom_generate(llava):
 
 
 def test_attach_serves_other_threads(llava):
-    """`TextIteratorStreamer` wants generate in a thread of its own; a thread-local switch would decode plainly there."""
+    """`TextIteratorStreamer` wants generate in its own thread; a thread-local switch would decode plainly there."""
     model, inputs, drafter = llava
     streamer = TextIteratorStreamer(letters(), skip_prompt=True, timeout=60)
     with attach(model, drafter) as decoder:

@@ -70,7 +70,7 @@ def test_the_target_is_itself_again_after_an_error(llava):
 
 def test_wrong_drafter(llava):
     """A drafter of other sizes or for other weights would be slow at best."""
-    model, _, drafter = llava
+    _, _, drafter = llava
     other, _ = build_llava(seed=9)
     with pytest.raises(DrafterMismatch, match="other weights"):
         Decoder(other, drafter)

@@ -84,7 +84,7 @@ def build_llama(seed: int = 0, *, text_len: int = 16, dtype=torch.float32, **tex
 
 
 def build_llava_next(seed: int = 0, *, images: int = 2, dtype=torch.float32):
-    """A random LLaVA-NeXT: several crops a picture, newline features, pictures of different sizes -> (model, inputs)."""
+    """A random LLaVA-NeXT: several crops a picture, newline features, two picture sizes -> (model, inputs)."""
     vision = CLIPVisionConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, image_size=28, patch_size=14
     )
@@ -153,3 +153,17 @@ def build_text(family: str, seed: int = 0, *, text_len: int = 16):
     model.generation_config.pad_token_id = 0
     ids = torch.randint(3, 150, (1, text_len), generator=torch.Generator().manual_seed(seed + 1))
     return model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def narrow_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return LlamaForCausalLM(config).eval()

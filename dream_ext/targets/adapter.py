@@ -46,8 +46,8 @@ class TargetAdapter:
     def __init__(self, model: PreTrainedModel) -> None:
         if not isinstance(model, PreTrainedModel) or not model.can_generate():
             raise UnsupportedTarget(
-                f"{type(model).__name__} is not a transformers model with `generate` (a wrapped or compiled target: pass"
-                " the model inside)"
+                f"{type(model).__name__} is not a transformers model with `generate`"
+                " (a wrapped or compiled target: pass the model inside)"
             )
         config = model.config
         if config.is_encoder_decoder:
@@ -113,7 +113,7 @@ class TargetAdapter:
 
     @contextmanager
     def watch(self, layers: tuple[int, ...] = ()) -> Iterator[Capture]:
-        """Record what enters and leaves the text decoder in the forward inside the block, and the outputs of `layers`."""
+        """Record what enters and leaves the text decoder in the forward of the block, and the outputs of `layers`."""
         capture = Capture()
         thread = threading.get_ident()  # hooks see every thread's forwards; the capture is of this one's
 

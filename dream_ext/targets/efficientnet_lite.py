@@ -30,14 +30,15 @@ BATCH_NORM_EPS = 1e-3
 
 
 class EfficientNetLite0Config(PreTrainedConfig):
-    """``hidden_size`` is the number of channels of the last feature map, ``image_size`` the side of the square input
-    in pixels."""
+    """``hidden_size``: channels of the last feature map; ``image_size``: side of the square input in pixels;
+    ``global_share``: the part (of the variance) that the picture's mean feature takes in every visual token."""
 
     model_type = "efficientnet_lite0"
     hidden_size: int = 1280
     image_size: int = 448
     patch_size: int = 32
     num_hidden_layers: int = 1
+    global_share: float = 0.0
 
 
 class SameConv(nn.Conv2d):
@@ -72,7 +73,8 @@ class EfficientNetLite0(PreTrainedModel):
     """pixel_values (B, 3, S, S), normalised by (x - 127) / 128 -> one visual token of 1280 per 32 x 32 pixels, row by
     row.
 
-    Tokens are layer-normalised without weights, so that a projector sees features of unit variance.
+    Tokens are layer-normalised without weights, so that a projector sees features of unit variance. The mean feature is
+    what the ImageNet classifier was trained on; mixed into every token it tells what the picture shows as a whole.
     """
 
     config_class = EfficientNetLite0Config
@@ -104,7 +106,9 @@ class EfficientNetLite0(PreTrainedModel):
         self, pixel_values: torch.Tensor, output_hidden_states: bool | None = None, return_dict: bool | None = None, **_
     ):
         tokens = self.feature_map(pixel_values).flatten(2).transpose(1, 2)
-        tokens = F.layer_norm(tokens, tokens.shape[-1:])
+        share, size = self.config.global_share, tokens.shape[-1:]
+        local, whole = F.layer_norm(tokens, size), F.layer_norm(tokens.mean(1, keepdim=True), size)
+        tokens = (1 - share) ** 0.5 * local + share**0.5 * whole
         output = BaseModelOutputWithPooling(
             last_hidden_state=tokens,
             pooler_output=tokens.mean(1),
