@@ -36,10 +36,11 @@ def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClo
                 walk(tree, logits, emitter, path)
         finally:  # also when somebody's processor or streamer raises: the cache never keeps what is not in the text
             with clock.phase("keep"):
-                kv.keep(cache, start, torch.tensor(path, dtype=torch.long, device="cpu"))
+                kept = torch.tensor(path, dtype=torch.long, device="cpu")
+                kv.keep(cache, start, kept)
         with clock.phase("keep"):
             root = int(emitter.input_ids[0, -1])
-            context.accept(tree, torch.tensor(path, device="cpu"), root, features, position)
+            context.accept(tree, kept, root, features, position)
         position += len(path)
         stats.count_round(len(path) - 1)
 
