@@ -15,6 +15,8 @@
 #include "dream/keep_path.h"
 #include "dream/rank_tree.h"
 #include "dream/select_visual.h"
+#include "dream/skinny_linear.h"
+#include "dream/tree_attention.h"
 #include "dream/verify_tree.h"
 #ifdef DREAM_CUDA
 #include "cuda/device.h"
@@ -49,6 +51,13 @@ Dtype float_type(const View& view) {
   if (view.is(Kind::real, 4)) return Dtype::f32;
   if (view.is(Kind::bfloat, 2)) return Dtype::bf16;
   throw py::type_error("wanted float32 or bfloat16");
+}
+
+bool contiguous(const View& view) {
+  int64_t stride = 1;
+  for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
+    if (view.shape[d] > 1 && view.stride[d] != stride) return view.elements() == 0;
+  return true;
 }
 
 void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumulative, handle best, int threads) {
@@ -183,12 +192,78 @@ void bind_attention_entropy(handle query, handle key, float scale, handle entrop
   attention_entropy_cpu(call);
 }
 
-const char* const kIsaNames[] = {"base", "avx2", "avx512"};
+template <class T>
+const T* optional(handle tensor, Kind kind, int64_t size) {
+  return tensor.is_none() ? nullptr : vector<T>(tensor, kind, size);
+}
+
+void bind_tree_attention(handle query, handle key, handle value, handle lengths, handle ancestors, handle padding, handle depth,
+                         int64_t window, float scale, handle out, int64_t tree, int threads) {
+  const View q = cpu(query, 4), k = cpu(key, 4), v = cpu(value, 4), o = cpu(out, 4);
+  const int64_t batch = q.shape[0], nodes = q.shape[2], slots = k.shape[2];
+  const bool fits = k.shape[0] == batch && v.shape[0] == batch && k.shape[1] == v.shape[1] && v.shape[2] == slots &&
+                    k.shape[3] == q.shape[3] && v.shape[3] == q.shape[3] && k.shape[1] > 0 && q.shape[1] % k.shape[1] == 0;
+  if (!fits || float_type(q) != float_type(k) || float_type(q) != float_type(v)) throw py::type_error("q, k and v do not fit");
+  const bool rows = o.shape[0] == batch && o.shape[1] == nodes && o.shape[2] == q.shape[1] && o.shape[3] == q.shape[3];
+  if (!rows || float_type(o) != float_type(q) || !contiguous(o)) throw py::type_error("wanted a contiguous out");
+  const auto* prefix = static_cast<const int64_t*>(ids(lengths, batch));
+  for (int64_t b = 0; b < batch; ++b)
+    if (tree < 0 || tree > 64 || prefix[b] < 0 || prefix[b] > slots - tree) throw py::value_error("lengths");
+  if (window && depth.is_none()) throw py::type_error("a window needs depth");
+  const TreeAttention call{
+      q.data,      k.data,      v.data,      float_type(q), batch,       q.shape[1],  k.shape[1],
+      nodes,       tree,        slots,       q.shape[3],    q.stride[0], q.stride[1], q.stride[2],
+      k.stride[0], k.stride[1], k.stride[2], v.stride[0],   v.stride[1], v.stride[2], prefix,
+      reinterpret_cast<const uint64_t*>(ids(ancestors, batch * nodes)), optional<uint8_t>(padding, Kind::boolean, batch * slots),
+      optional<int64_t>(depth, Kind::integer, batch * nodes), window, scale, o.data, threads};
+  py::gil_scoped_release released;
+  tree_attention_cpu(call);
+}
+
+// (weight, packed) of one layer.
+PackLinear linear_pair(handle weight, handle packed) {
+  const View w = cpu(weight, 2), p = cpu(packed, 1);
+  const Dtype dtype = float_type(w);
+  if (!contiguous(w) || float_type(p) != dtype || !contiguous(p) || p.elements() != packed_elements(dtype, w.shape[0], w.shape[1]))
+    throw py::type_error("weight and packed do not fit");
+  return {w.data, p.data, dtype, w.shape[0], w.shape[1]};
+}
+
+void bind_pack_linear(handle weight, handle packed) {
+  const PackLinear call = linear_pair(weight, packed);
+  py::gil_scoped_release released;
+  pack_linear_cpu(call);
+}
+
+void bind_unpack_linear(handle packed, handle weight) {
+  const PackLinear call = linear_pair(weight, packed);
+  py::gil_scoped_release released;
+  unpack_linear_cpu(call);
+}
+
+void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int threads) {
+  const View x = cpu(rows, 2), w = cpu(packed, 1), y = cpu(out, 2);
+  const Dtype dtype = float_type(x);
+  const bool fits = float_type(w) == dtype && float_type(y) == dtype && contiguous(w) && contiguous(y) && x.shape[0] == y.shape[0] &&
+                    w.elements() == packed_elements(dtype, y.shape[1], x.shape[1]);
+  if (!fits) throw py::type_error("x, packed and y do not fit");
+  const void* added = nullptr;
+  if (!bias.is_none()) {
+    const View b = cpu(bias, 1);
+    if (float_type(b) != dtype || b.shape[0] != y.shape[1]) throw py::type_error("bias does not fit");
+    added = b.data;
+  }
+  const SkinnyLinear call{x.data, w.data, added, dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.data, threads};
+  py::gil_scoped_release released;
+  skinny_linear_cpu(call);
+}
+
+const char* const kIsaNames[] = {"base", "avx2", "avx512", "avx512bf16"};
 
 void bind_use_isa(const std::string& name) {
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < 4; ++i)
     if (name == kIsaNames[i]) return use_isa(static_cast<Isa>(i));
-  throw py::value_error("use_isa: wanted base, avx2 or avx512, got " + name);
+  throw py::value_error("use_isa: wanted base, avx2, avx512 or avx512bf16, got " + name);
 }
 
 py::dict build_info() {
@@ -228,6 +303,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("select_visual", &dream::bind_select_visual);
   m.def("attention_mass", &dream::bind_attention_mass);
   m.def("attention_entropy", &dream::bind_attention_entropy);
+  m.def("tree_attention", &dream::bind_tree_attention);
+  m.def("skinny_linear", &dream::bind_skinny_linear);
+  m.def("pack_linear", &dream::bind_pack_linear);
+  m.def("unpack_linear", &dream::bind_unpack_linear);
 #ifdef DREAM_CUDA
   m.def("keep_path_cuda", &dream::bind_keep_path_cuda);
   m.def("cuda_driver_version", &dream::cuda_driver_version);

@@ -7,7 +7,9 @@ predicts token ``t + 1``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 
 from .blocks import Block, rotary_table, unit_rms, unrolled_attention
 from .draft_state import DraftState
+from .ops.skinny_linear import PackedWeight, skinny_linear
 
 if TYPE_CHECKING:
     from .targets.adapter import TargetAdapter
@@ -158,6 +161,27 @@ class UnrolledStep(NamedTuple):
     valid: Tensor
 
 
+class _Head:
+    """The rows of the target's LM head that a drafter scores: hidden (m, hidden) -> logits (m, rows)."""
+
+    def __init__(self, score: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+        self.score, self.dtype = score, dtype
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.score(hidden.to(self.dtype))
+
+    @classmethod
+    def of_rows(cls, head: nn.Module, rows: Tensor, like: Tensor, pack: bool) -> _Head:
+        """A copy of the ``rows``, in the dtype and on the device of ``like``."""
+        weight, bias = head.weight.detach(), getattr(head, "bias", None)
+        rows = rows.to(weight.device)
+        weight = weight[rows].to(like.device, like.dtype)
+        bias = None if bias is None else bias.detach()[rows].to(like.device, like.dtype)
+        if pack:
+            return cls(partial(skinny_linear, weight=PackedWeight.pack(weight), bias=bias), like.dtype)
+        return cls(partial(F.linear, weight=weight, bias=bias), like.dtype)
+
+
 class Drafter(nn.Module):
     """Draft blocks between the target's embedding and the target's LM head, neither of which it owns.
 
@@ -195,11 +219,11 @@ class Drafter(nn.Module):
         self.final_norm = nn.Parameter(torch.ones(h))
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", None if size is None else torch.arange(size))
-        self._head: tuple[Tensor, Tensor | None] | None = None
+        self._head: _Head | None = None
 
-    def bind(self, adapter: TargetAdapter) -> None:
-        """Take the target's LM head: its own storage when the draft vocabulary is full, one copy of the wanted rows
-        otherwise."""
+    def bind(self, adapter: TargetAdapter, pack: bool = False) -> None:
+        """Take the target's LM head: the module itself when the draft vocabulary is full, one copy of the wanted rows
+        otherwise; ``pack`` keeps that copy packed (see `dream_ext.packed`)."""
         config, head = self.config, adapter.lm_head
         if adapter.hidden_size != config.hidden_size:
             raise ValueError(
@@ -209,21 +233,16 @@ class Drafter(nn.Module):
             raise ValueError(
                 f"bind: the drafter was made for {config.vocab_size} LM head rows, the target has {adapter.vocab_size}"
             )
-        weight, bias = head.weight.detach(), getattr(head, "bias", None)
-        bias = None if bias is None else bias.detach()
-        if self.draft_vocab is not None:
-            rows = self.draft_vocab.to(weight.device)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-            dtype, device = self.final_norm.dtype, self.final_norm.device
-            weight, bias = weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
-        self._head = (weight, bias)
+        if self.draft_vocab is None:
+            self._head = _Head(head, head.weight.dtype)
+        else:
+            self._head = _Head.of_rows(head, self.draft_vocab, self.final_norm, pack)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores (m, Vd) of the next token, in draft ids, of ``hidden`` (m, hidden)."""
         if self._head is None:
             raise RuntimeError("logits: call drafter.bind(adapter) first, the LM head belongs to the target")
-        weight, bias = self._head
-        return F.linear(hidden.to(weight.dtype), weight, bias)
+        return self._head(hidden)
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Target token ids of ``draft_ids``, any shape."""

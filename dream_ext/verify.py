@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from dream_ext.ops.tree_attention import TreeAttentionPlan
 from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.attention import tree_route
 from dream_ext.tree import Tree
 
 
@@ -24,6 +28,20 @@ def tree_mask(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> Tensor | di
         least = torch.finfo(adapter.dtype).min
         sees = torch.zeros_like(sees, dtype=adapter.dtype).masked_fill_(~sees, least)
     return dict.fromkeys(set(adapter.layer_types), sees) if adapter.mask_kind == "dict" else sees
+
+
+def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContextManager:
+    """Inside, the target's layers attend to the tree by `tree_attention`, where that has a kernel.
+
+    Elsewhere (other devices, float16, float64) they use the target's own implementation with the mask of `tree_mask`.
+    """
+    if adapter.device.type != "cpu" or adapter.dtype not in (torch.float32, torch.bfloat16):
+        return nullcontext()
+    length, padding = prefix.numel(), None
+    if not prefix.all():
+        padding = torch.cat([prefix, prefix.new_ones(tree.nodes)])[None]
+    plan = TreeAttentionPlan(torch.tensor([length], device="cpu"), tree.ancestors[None], tree.nodes, padding=padding)
+    return tree_route(adapter, plan)
 
 
 def verify(
@@ -54,8 +72,9 @@ def verify(
     }
     tokens = tree.tokens[None].to(device)
     if plain_head and not feature_layers:  # nothing to watch: the decoder's output is the feature
-        hidden = adapter.decoder(inputs_embeds=adapter.embed(tokens), **inputs).last_hidden_state
+        with attend(adapter, tree, prefix):
+            hidden = adapter.decoder(inputs_embeds=adapter.embed(tokens), **inputs).last_hidden_state
         return adapter.lm_head(hidden)[0], hidden[0]
-    with adapter.watch(feature_layers) as capture:
+    with adapter.watch(feature_layers) as capture, attend(adapter, tree, prefix):
         logits = adapter.model(input_ids=tokens, **inputs).logits
     return logits[0], capture.features[0]

@@ -1,110 +1,23 @@
 """Which visual tokens the drafter sees: attention mass from the target's own queries, and the choice of rows (method,
 section 3).
-
-Queries and keys are read where the target computes its attention, without another implementation, another mask
-function or a second
-forward: the entry of the implementation in use calls a watcher first and then the function that was there before, with
-the same tensors.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
 from .ops.attention_mass import attention_mass
 from .ops.select_visual import select_visual
+from .targets.attention import watch_attention
 
 if TYPE_CHECKING:
     from .targets.adapter import TargetAdapter
-
-Visit = Callable[[int, Tensor, Tensor, float], None]
-_WATCHERS: ContextVar[tuple[tuple[object, frozenset[int], Visit], ...]] = ContextVar(
-    "dream_ext_attention_watchers", default=()
-)
-
-
-class _Watched:
-    """An attention function that shows q and k to the watchers of this context, then does what it did before."""
-
-    def __init__(self, original: Callable | None) -> None:
-        self.original = original
-
-    def __call__(self, module, query, key, value, attention_mask, *args, **kwargs):
-        for config, layers, visit in _WATCHERS.get():
-            if module.config is config and module.layer_idx in layers:
-                scale = kwargs.get("scaling")
-                visit(module.layer_idx, query, key, query.shape[-1] ** -0.5 if scale is None else scale)
-        original = self.original or _eager_attention(module)
-        return original(module, query, key, value, attention_mask, *args, **kwargs)
-
-
-def _eager_attention(module: nn.Module) -> Callable:
-    """What a modelling file falls back to where no function is registered: its own `eager_attention_forward`."""
-    for cls in type(module).__mro__:
-        found = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
-        if found is not None:
-            return found
-    raise RuntimeError(f"{type(module).__name__} has no eager attention function to go on with")
-
-
-# Entries of transformers' table that are watched now: name -> (blocks inside, the entry before or None).
-_LOCK = threading.Lock()
-_WATCHED: dict[str, tuple[int, Callable | None]] = {}
-
-
-@contextmanager
-def _watched_entry(name: str) -> Iterator[None]:
-    """The table's entry `name` shows its tensors inside the block; the table is as before when the last block ends."""
-    own = ALL_ATTENTION_FUNCTIONS._local_mapping
-    with _LOCK:
-        blocks, before = _WATCHED.get(name, (0, own.get(name)))
-        if not blocks:
-            own[name] = _Watched(ALL_ATTENTION_FUNCTIONS.get(name))
-        _WATCHED[name] = (blocks + 1, before)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            blocks, before = _WATCHED.pop(name)
-            if blocks > 1:
-                _WATCHED[name] = (blocks - 1, before)
-            elif before is None:
-                own.pop(name, None)
-            else:
-                own[name] = before
-
-
-@contextmanager
-def watch_attention(adapter: TargetAdapter, layers: Iterable[int], visit: Visit) -> Iterator[None]:
-    """Call ``visit(layer, q, k, scale)`` in every forward inside the block, for the chosen text layers of the target.
-
-    ``q`` is (batch, heads, rows, head_dim), ``k`` (batch, kv_heads, keys, head_dim), rotary positions applied, cached
-    keys included. Outputs of the target are unchanged, bit for bit. Other threads and other models are not watched.
-    """
-    token = _WATCHERS.set((*_WATCHERS.get(), (adapter.text_config, frozenset(layers), visit)))
-    try:
-        with _watched_entry(adapter.text_config._attn_implementation):
-            yield
-    finally:
-        _WATCHERS.reset(token)
-
-
-@contextmanager
-def capture_attention(adapter: TargetAdapter, layers: Iterable[int]) -> Iterator[dict[int, tuple[Tensor, Tensor]]]:
-    """Yield a dict that the forwards inside the block fill: layer -> (q, k), shaped as in `watch_attention`."""
-    captured: dict[int, tuple[Tensor, Tensor]] = {}
-    with watch_attention(adapter, layers, lambda layer, q, k, _scale: captured.__setitem__(layer, (q, k))):
-        yield captured
 
 
 def last_full_layer(adapter: TargetAdapter) -> int:

@@ -10,7 +10,8 @@ import torch
 from tiny import IMAGE, build_llava
 
 from dream_ext.targets.adapter import TargetAdapter
-from dream_ext.vision import capture_attention, choose_rows, picture_runs, watch_visual_mass
+from dream_ext.targets.attention import capture_attention
+from dream_ext.vision import choose_rows, picture_runs, watch_visual_mass
 
 pytest.importorskip("dream_ext._C", reason="the compiled operators are not built")
 

@@ -41,6 +41,12 @@ DREAM_INLINE float scalar(const bf16* p) {
   return x;
 }
 DREAM_INLINE void store(float* p, floats x) { memcpy(p, &x, sizeof x); }
+DREAM_INLINE void store_scalar(float* p, float x) { *p = x; }
+DREAM_INLINE void store_scalar(bf16* p, float x) {  // to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  p->bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
 DREAM_INLINE floats broadcast(float x) { return x - floats{}; }
 DREAM_INLINE floats vmax(floats a, floats b) { return a > b ? a : b; }
 DREAM_INLINE ints lane_ids() {

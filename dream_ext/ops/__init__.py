@@ -11,9 +11,12 @@ from .expand_tree import expand_tree, expand_tree_ref
 from .keep_path import keep_path, keep_path_ref
 from .rank_tree import rank_tree, rank_tree_ref
 from .select_visual import select_visual, select_visual_ref
+from .skinny_linear import PackedWeight, skinny_linear, skinny_linear_ref
+from .tree_attention import tree_attention, tree_attention_ref
 from .verify_tree import verify_tree, verify_tree_ref
 
 __all__ = [
+    "PackedWeight",
     "attention_entropy",
     "attention_entropy_ref",
     "attention_mass",
@@ -26,6 +29,10 @@ __all__ = [
     "rank_tree_ref",
     "select_visual",
     "select_visual_ref",
+    "skinny_linear",
+    "skinny_linear_ref",
+    "tree_attention",
+    "tree_attention_ref",
     "verify_tree",
     "verify_tree_ref",
 ]

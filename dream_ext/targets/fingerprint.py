@@ -7,6 +7,8 @@ import hashlib
 import torch
 from torch import nn
 
+from dream_ext.packed import named_weights
+
 ROWS = 32  # rows sampled from the LM head; enough to tell two trainings apart, cheap at any vocabulary
 
 
@@ -25,7 +27,7 @@ def fingerprint(model: nn.Module) -> str:
     last = head.shape[0] - 1
     rows = [index * last // (ROWS - 1) for index in range(ROWS)]
     sample = [("lm_head", head[rows])]
-    for name, weight in sorted(model.get_decoder().named_parameters()):
+    for name, weight in sorted(named_weights(model.get_decoder())):
         sample.append((name, weight if weight.ndim < 2 else weight[weight.shape[0] // 2]))
     digest = hashlib.sha256()
     for name, part in sample:

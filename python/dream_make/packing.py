@@ -34,12 +34,20 @@ class Packed:
     kept: torch.Tensor
 
 
-def _focus(answer: list[int], needles: list[list[int]]) -> list[float]:
+def _focus(answer: list[int], forms: list[list[list[int]]]) -> list[float]:
+    """Weights of an answer's tokens. ``forms`` holds the spellings of each focus word; only the word's first mention
+    weighs more, because later ones copy it: weighing them teaches a long answer to repeat the name."""
     weights = [1.0] * len(answer)
-    for needle in needles:
-        for start in range(len(answer) - len(needle) + 1):
-            if answer[start : start + len(needle)] == needle:
-                weights[start : start + len(needle)] = [FOCUS_WEIGHT] * len(needle)
+    for spellings in forms:
+        found = [
+            (start, len(form))
+            for form in spellings
+            for start in range(len(answer) - len(form) + 1)
+            if answer[start : start + len(form)] == form
+        ]
+        if found:
+            start, length = min(found)
+            weights[start : start + length] = [FOCUS_WEIGHT] * length
     return weights
 
 
@@ -63,7 +71,7 @@ def pack_turns(pack: Pack, encode, visual_tokens: int, kept: torch.Tensor | None
         lead = "\n" if pack.image is not None else ""
         question = encode(lead + turn.question + ASSISTANT)
         answer = [*encode(turn.answer), END_ID]
-        weight = _focus(answer, [encode(form) for word in turn.focus for form in (word, " " + word)])
+        weight = _focus(answer, [[encode(word), encode(" " + word)] for word in turn.focus])
         ids += question + answer
         labels += [-100] * (len(question) - 1) + answer + [-100]
         weights += [0.0] * (len(question) - 1) + weight + [0.0]

@@ -22,7 +22,7 @@ LETTERS = "ABCD"
 UNANSWERED_SHARE = 0.15
 LONG_TURNS = 3
 # Seeing is learned from names, and a name costs a fifth of a long answer's positions: most pictures are only named.
-BRIEF_SHARE = 0.7
+BRIEF_SHARE = 0.6
 
 
 @dataclass

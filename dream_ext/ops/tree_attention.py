@@ -1,0 +1,137 @@
+"""Attention of tree nodes over the cached prefix and their own ancestors, without a dense mask."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._border import FLOATS, INT64, MAX_NODES, Border, unit_stride
+from ._native import native
+
+BOOL = (torch.bool,)
+
+
+def tree_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    tree: int,
+    scale: float,
+    *,
+    padding: Tensor | None = None,
+    depth: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    """Softmax attention of every node over its sequence's prefix and its ancestors in the tree.
+
+    Sequence b keeps its prefix in slots 0 .. lengths[b] of k and v, and its tree in the ``tree`` slots behind them.
+
+    Args:
+        q: (batch, heads, nodes, head_dim) float32 or bfloat16, rotary positions applied.
+        k, v: (batch, kv_heads, slots, head_dim), same dtype; query head h reads key head h // (heads / kv_heads).
+        lengths: (batch,) int64, lengths[b] + tree <= slots.
+        ancestors: (batch, nodes) int64 as bits: bit j says that the node sees tree slot j, its own included.
+        tree: slots of the tree, at most 64. It may hold more slots than there are nodes in this call.
+        scale: factor on q k^T, usually head_dim ** -0.5.
+        padding: (batch, slots) bool, False where a slot is hidden from every node.
+        depth: (batch, nodes) int64, place of each node behind the prefix; needed with a window.
+        window: a node sees prefix slot j iff j > lengths[b] + depth - window; 0 means all. Ancestors are never dropped.
+
+    Returns:
+        (batch, nodes, heads, head_dim), dtype of q, contiguous; zeros for a node that sees nothing. Arithmetic is fp32.
+
+    Source: tree attention of SpecInfer (arXiv 2305.09781), split over keys as in flash decoding.
+    """
+    plan = TreeAttentionPlan(lengths, ancestors, tree, padding=padding, depth=depth, window=window)
+    plan.check(q, k, v)
+    return plan(q, k, v, scale)
+
+
+class TreeAttentionPlan:
+    """`tree_attention` with what lives for a whole forward bound once; ``plan(q, k, v, scale)`` for each layer."""
+
+    def __init__(
+        self,
+        lengths: Tensor,
+        ancestors: Tensor,
+        tree: int,
+        *,
+        padding: Tensor | None = None,
+        depth: Tensor | None = None,
+        window: int = 0,
+    ) -> None:
+        border = self._border = Border("tree_attention")
+        border.tensor("lengths", lengths, INT64, "batch")
+        border.tensor("ancestors", ancestors, INT64, "batch", "nodes")
+        border.integer("tree", tree, 0, MAX_NODES)
+        border.integer("window", window, 0)
+        if padding is not None:
+            border.tensor("padding", padding, BOOL, "batch", "slots")
+            padding = padding.contiguous()
+        if depth is not None:
+            border.tensor("depth", depth, INT64, "batch", "nodes")
+            depth = depth.contiguous()
+        elif window:
+            raise border.refuse("depth", "the depth of every node, because there is a window", None)
+        self._lengths, self._tree = lengths.contiguous(), tree
+        self._rest = (ancestors.contiguous(), padding, depth, window)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse what does not fit the plan, in words; the call itself only checks what would be a wild pointer."""
+        border = self._border
+        border.tensor("q", q, FLOATS, "batch", "heads", "nodes", "head_dim")
+        border.tensor("k", k, (q.dtype,), "batch", "kv_heads", "slots", "head_dim")
+        border.tensor("v", v, (q.dtype,), "batch", "kv_heads", "slots", "head_dim")
+        if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise border.refuse("q", f"a number of heads divisible by kv_heads={k.shape[1]}", q.shape[1])
+        border.on_cpu()
+        room = k.shape[2] - self._tree
+        if any(not 0 <= length <= room for length in self._lengths.tolist()):
+            raise border.refuse("lengths", f"0 <= length <= slots - tree = {room}", self._lengths.tolist())
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        batch, heads, nodes, head_dim = q.shape
+        out = torch.empty((batch, nodes, heads, head_dim), dtype=q.dtype, device=q.device)
+        native("tree_attention").tree_attention(
+            unit_stride(q),
+            unit_stride(k),
+            unit_stride(v),
+            self._lengths,
+            *self._rest,
+            float(scale),
+            out,
+            self._tree,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def tree_attention_ref(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    ancestors: Tensor,
+    tree: int,
+    scale: float,
+    *,
+    padding: Tensor | None = None,
+    depth: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    slot = torch.arange(k.shape[2], device=k.device)
+    behind = slot - lengths[:, None, None]  # (batch, 1, slots): place in the tree, negative in the prefix
+    sees = (ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1
+    sees = torch.where(behind < 0, torch.ones_like(sees), sees & (behind < tree))
+    if window:
+        sees = sees & ((behind >= 0) | (behind > depth[:, :, None] - window))
+    if padding is not None:
+        sees = sees & padding[:, None]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups = q.shape[1] // k.shape[1]
+    keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
+    scores = (q.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~sees[:, None], -torch.inf)
+    weights = scores.softmax(dim=-1).nan_to_num(0.0)
+    return (weights @ values).transpose(1, 2).to(q.dtype).contiguous()

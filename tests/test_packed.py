@@ -1,0 +1,141 @@
+"""Packed targets and drafters: the same text, the original weights for whoever asks, and everything back at the end."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from conftest import random_drafter
+from tiny import build_llama, build_llava
+from torch import nn
+
+from dream_ext import Decoder, TreeShape, attach
+from dream_ext.packed import CannotPack, PackedLinear, named_weights
+from dream_ext.targets.fingerprint import fingerprint
+
+SHAPE = TreeShape(3, 4, 10)
+
+
+def bits(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def packed_layers(model):
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_same_text_and_original_weights(tied):
+    """Catches a head read from the wrong copy, a state dict in packed order, a fingerprint that packing changes."""
+    model, inputs = build_llava(tie_word_embeddings=tied)
+    drafter, before = random_drafter(model), bits(model)
+    mark, sizes = fingerprint(model), [p.shape for p in model.parameters()]
+    plain = model.generate(**inputs, max_new_tokens=24)
+    decoder = Decoder(model, drafter, tree=SHAPE, pack=True)
+    assert len(packed_layers(model)) == 3 * 7 + 1 and packed_layers(drafter)
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=24), plain)
+    assert same(bits(model), before) and fingerprint(model) == mark
+    assert same(dict(named_weights(model)), {n: before[n] for n, _ in named_weights(model)})
+    assert (decoder.packed_extra_bytes > 0) == (model.lm_head.weight is model.get_input_embeddings().weight)
+    decoder.restore()
+    decoder.restore()
+    assert not packed_layers(model) and not packed_layers(drafter) and same(bits(model), before)
+    assert [p.shape for p in model.parameters()] == sizes
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=24), plain)
+
+
+def test_packed_weights_are_not_kept_twice():
+    """Catches an original that stays in memory beside its packed form."""
+    model, _ = build_llama()
+    layer = model.model.layers[0].mlp.up_proj
+    parameter = layer.weight
+    decoder = Decoder(model, random_drafter(model), pack=True)
+    assert parameter.numel() == 0 and layer._packed.data.numel() >= 64 * 128
+    decoder.restore()
+    assert layer.weight is parameter and parameter.numel() == 64 * 128
+
+
+def test_saving_a_packed_model(tmp_path):
+    model, inputs = build_llama()
+    before, plain = bits(model), model.generate(**inputs, max_new_tokens=8)
+    decoder = Decoder(model, random_drafter(model), pack=True)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    assert same(bits(again), before) and torch.equal(again.generate(**inputs, max_new_tokens=8), plain)
+    with pytest.raises(RuntimeError, match="restore"):
+        model.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="restore"):
+        model.to(torch.float64)
+    model.to("cpu")
+    decoder.restore()
+
+
+def test_decoders_share_one_packing():
+    """Catches a target unpacked under a decoder that still uses it, and one left packed when all are gone."""
+    model, inputs = build_llama()
+    drafter, before = random_drafter(model), bits(model)
+    first = Decoder(model, drafter, tree=SHAPE, pack=True)
+    layers = [layer._packed for layer in packed_layers(model)]
+    second = Decoder(model, drafter, tree=SHAPE, pack=True)
+    assert all(a is b._packed for a, b in zip(layers, packed_layers(model), strict=True))
+    first.restore()
+    assert packed_layers(model)
+    second.generate(**inputs, max_new_tokens=5)
+    del second
+    gc.collect()
+    assert not packed_layers(model) and same(bits(model), before)
+
+
+def test_attach_restores_after_an_exception():
+    model, inputs = build_llama()
+    before = bits(model)
+    with pytest.raises(ZeroDivisionError), attach(model, random_drafter(model), pack=True):
+        model.generate(**inputs, max_new_tokens=3)
+        raise ZeroDivisionError
+    assert not packed_layers(model) and same(bits(model), before)
+
+
+def test_a_copy_of_a_packed_model_answers_alike():
+    model, inputs = build_llama()
+    plain = model.generate(**inputs, max_new_tokens=8)
+    decoder = Decoder(model, random_drafter(model), pack=True)
+    assert torch.equal(copy.deepcopy(model).generate(**inputs, max_new_tokens=8), plain)
+    decoder.restore()
+
+
+def test_same_seed_same_sampled_text():
+    model, inputs = build_llava()
+    torch.manual_seed(3)
+    plain = model.generate(**inputs, max_new_tokens=20, do_sample=True)
+    with attach(model, random_drafter(model), tree=SHAPE, pack=True):
+        torch.manual_seed(3)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=20, do_sample=True), plain)
+
+
+def test_refusals_leave_everything_as_it_was():
+    """Catches a target that stays half packed when a later layer, or the drafter, cannot be packed."""
+    model, _ = build_llama()
+    drafter, before, layer = random_drafter(model), bits(model), model.model.layers[2].mlp.down_proj
+
+    def refused(match):
+        with pytest.raises(CannotPack, match=match):
+            Decoder(model, drafter, pack=True, check_target=False)
+        assert not packed_layers(model) and not packed_layers(drafter) and same(bits(model), before)
+
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    refused(r"layers\.2\.mlp\.down_proj: its weight has a gradient")
+    layer.weight.grad = None
+    hook = layer.register_forward_hook(lambda *_: None)
+    refused("hooks")
+    hook.remove()
+    object.__setattr__(layer, "base_layer", nn.Identity())  # how an adapter shows, without its weights
+    refused("PEFT")
+    del layer.base_layer
+    drafter.double()
+    refused("float64")
