@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from dream_ext import ops
 from dream_ext.bench_run import git_commit
@@ -64,7 +65,27 @@ def stock_select(scores: torch.Tensor, keep: int, *tensors: torch.Tensor) -> Non
         tensor.index_select(0, rows)
 
 
-STOCK = {"expand_tree": stock_expand, "keep_path": stock_keep, "select_visual": stock_select}
+def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> None:
+    """`tree_attention` as transformers' SDPA route does it: a dense mask, keys and values repeated for every head."""
+    behind = torch.arange(k.shape[2]) - lengths[:, None, None]
+    sees = (behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], scale=scale).transpose(1, 2).contiguous()
+
+
+def stock_linear(x: torch.Tensor, weight: ops.PackedWeight) -> None:
+    """`skinny_linear` from the unpacked weight, which is made once."""
+    F.linear(x, _UNPACKED.setdefault(id(weight), weight.unpack()))
+
+
+_UNPACKED: dict[int, torch.Tensor] = {}
+STOCK = {
+    "expand_tree": stock_expand,
+    "keep_path": stock_keep,
+    "select_visual": stock_select,
+    "skinny_linear": stock_linear,
+    "tree_attention": stock_attention,
+}
 
 
 def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
@@ -91,6 +112,20 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "keep_path", "30 layers, path of 4", (buffers, 256, path)
     scores, rows = torch.rand(196, generator=g), torch.randn(196, 576, generator=g)
     yield "select_visual", "147 of 196, hidden 576", (scores, 147, rows, rows.clone())
+    for heads, kv_heads, head_dim, length in ((9, 3, 64, 330), (32, 8, 128, 2048)):
+        for nodes in (1, 8, 16):
+            q = torch.randn(1, heads, nodes, head_dim, generator=g).bfloat16()
+            k, v = torch.randn(2, 1, kv_heads, length + nodes, head_dim, generator=g).bfloat16()
+            bits = torch.tensor([[(2 << i) - 1 for i in range(nodes)]])
+            size = f"{nodes} nodes, {length} slots, {heads}/{kv_heads} x {head_dim} bf16"
+            yield "tree_attention", size, (q, k, v, torch.tensor([length]), bits, nodes, head_dim**-0.5)
+    for inputs, out in ((576, 576), (576, 1536), (1536, 576), (576, 49152), (4096, 4096)):
+        for dtype in (torch.bfloat16, torch.float32):
+            weight = ops.PackedWeight.pack(torch.randn(out, inputs, generator=g).to(dtype))
+            for rows in (1, 8, 16, 256):
+                x = torch.randn(rows, inputs, generator=g).to(dtype)
+                name = str(dtype).removeprefix("torch.")
+                yield "skinny_linear", f"{rows} x {inputs} -> {out} {name}", (x, weight)
     for length in (256, 2048):
         q = torch.randn(9, length, 64, generator=g)
         k = torch.randn(3, length, 64, generator=g)
@@ -112,7 +147,7 @@ def main() -> None:
             us = median_us({kind: partial(call, *arguments) for kind, call in calls.items() if call is not None})
         rows.append({"op": name, "size": size, "us": us})
         others = (f"{kind} {value:10.1f} us {value / us['op']:6.1f}x" for kind, value in us.items() if kind != "op")
-        print(f"{name:18} {size:26} {us['op']:9.1f} us  {'  '.join(others)}")
+        print(f"{name:18} {size:42} {us['op']:9.1f} us  {'  '.join(others)}")
     if options.json:
         meta = {"cpu": cpu_model(), "threads": options.threads, "torch": torch.__version__, "commit": git_commit()}
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")

@@ -12,6 +12,7 @@ import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from .bench_prompts import Prompt
 from .bench_report import make_rows, make_summary
 from .drafter_folder import write_atomic
 from .loading import UserError
+from .packed import PackedModels, packable
 from .parting import Judge, teacher_logits
 from .timing import Answer, timed_answer
 
@@ -36,9 +38,11 @@ IDENTITY_METHODS = ("plain", "dream")
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding. `tree` is (width, depth, nodes), `None` for methods without our decoder."""
+    """One way of decoding. `tree` is (width, depth, nodes), `None` for methods without our decoder; `pack` as for
+    `Decoder`, where the weights can be packed."""
 
     name: str
+    pack: bool = False
     tree: tuple[int, int, int] | None = None
     visual_ratio: float | None = None
     lookup: int | None = None
@@ -52,10 +56,12 @@ METHODS = {
     method.name: method
     for method in (
         Method("plain"),
+        Method("plain_packed", pack=True),
         Method("prompt_lookup", lookup=LOOKUP_TOKENS),
-        Method("dream", tree=(4, 3, 8)),
-        Method("dream_tau", tree=(4, 5, 16)),
-        Method("dream_blind", tree=(4, 3, 8), visual_ratio=0.0),
+        Method("dream", pack=True, tree=(4, 3, 8)),
+        Method("dream_unpacked", tree=(4, 3, 8)),
+        Method("dream_tau", pack=True, tree=(4, 5, 16)),
+        Method("dream_blind", pack=True, tree=(4, 3, 8), visual_ratio=0.0),
     )
 }
 
@@ -259,22 +265,46 @@ def lookup_options(tokens: int, target: Any) -> dict[str, Any]:
 
 
 def make_runner(method: Method, target: Any, drafter: Any) -> Callable[..., Answer]:
-    """A function (inputs, options, seed) -> `Answer`."""
+    """A function (inputs, options, seed) -> `Answer`. Weights are packed and restored outside the clock."""
+    pack = method.pack and packable(target)
     if method.tree is None:
-        extra = {} if method.lookup is None else lookup_options(method.lookup, target)
-        return lambda inputs, options, seed: timed_answer(
-            target.generate, target, inputs, seed=seed, **options, **extra
-        )
+        return _stock_runner(method, target, pack)
     from .generate import Decoder
     from .tree import TreeShape
 
     width, depth, nodes = method.tree
-    shape = TreeShape(width=width, depth=depth, nodes=nodes)
     ratio = {} if method.visual_ratio is None else {"visual_ratio": method.visual_ratio}
-    decoder = Decoder(target, drafter, tree=shape, **ratio)
-    return lambda inputs, options, seed: timed_answer(
-        decoder.generate, target, inputs, seed=seed, read_stats=lambda: decoder.stats.to_dict(), **options
-    )
+    make = partial(Decoder, target, drafter, tree=TreeShape(width=width, depth=depth, nodes=nodes), **ratio)
+    make()  # refuses a drafter of another target; the decoders below need not compare again
+
+    def run(inputs: Mapping[str, Any], options: dict[str, Any], seed: int) -> Answer:
+        decoder = make(check_target=False, pack=pack)
+        try:
+            return timed_answer(
+                decoder.generate, target, inputs, seed=seed, read_stats=lambda: decoder.stats.to_dict(), **options
+            )
+        finally:
+            decoder.restore()
+
+    return run
+
+
+def _stock_runner(method: Method, target: Any, pack: bool) -> Callable[..., Answer]:
+    from .targets.adapter import TargetAdapter
+
+    extra = {} if method.lookup is None else lookup_options(method.lookup, target)
+    adapter = TargetAdapter(target)
+
+    def run(inputs: Mapping[str, Any], options: dict[str, Any], seed: int) -> Answer:
+        packed = PackedModels()
+        if pack:
+            packed.add(target, adapter.decoder, adapter.lm_head)
+        try:
+            return timed_answer(target.generate, target, inputs, seed=seed, **options, **extra)
+        finally:
+            packed.restore()
+
+    return run
 
 
 def make_record(method: Method, answer: Answer, plain: Answer, temperature: float) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import tyro
 
@@ -18,7 +18,7 @@ from .loading import UserError, one_line
 
 DEMO_PROMPT = "Describe this picture in three sentences."
 DType = Literal["bfloat16", "float16", "float32"]
-MethodName = Literal["plain", "prompt_lookup", "dream", "dream_tau", "dream_blind"]
+MethodName = Literal["plain", "plain_packed", "prompt_lookup", "dream", "dream_unpacked", "dream_tau", "dream_blind"]
 
 
 def _print_json(data: Any) -> None:
@@ -80,6 +80,8 @@ class Generate:
     """cpu, cuda or cuda:N."""
     threads: int = 0
     """CPU threads; 0 leaves the choice to torch."""
+    pack: bool = True
+    """Keep the weights packed for few rows, on a CPU in bfloat16 or float32."""
     json: bool = False
     """Print one JSON object instead of streaming."""
 
@@ -103,8 +105,9 @@ class Generate:
         from transformers import TextStreamer
 
         from .generate import Decoder
+        from .packed import packable
 
-        decoder = Decoder(target, drafter)
+        decoder = Decoder(target, drafter, pack=self.pack and packable(target))
         options = generate_options(self.max_new_tokens, self.temperature)
         tokenizer = getattr(processor, "tokenizer", processor)
         if not self.json:
@@ -135,6 +138,8 @@ class Demo:
     """cpu, cuda or cuda:N."""
     threads: int = 0
     """CPU threads; 0 leaves the choice to torch."""
+    pack: bool = True
+    """Keep the weights packed for few rows, on a CPU in bfloat16 or float32."""
     json: bool = False
     """Print one JSON object."""
 
@@ -173,6 +178,7 @@ class Demo:
                 inputs,
                 dtype=dtype,
                 max_new_tokens=self.max_new_tokens,
+                pack=self.pack,
                 report=report,
             )
         if self.json:
@@ -214,7 +220,7 @@ class Bench:
     """Questions (.txt: one a line; .json: see docs/measuring.md); the shipped ones when left out."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
-    methods: tuple[MethodName, ...] = ("plain", "prompt_lookup", "dream", "dream_tau", "dream_blind")
+    methods: tuple[MethodName, ...] = get_args(MethodName)
     """Ways of decoding; plain is always among them. In float32 only plain and dream run."""
     dtypes: tuple[DType, ...] = ("bfloat16", "float32")
     """Number formats."""

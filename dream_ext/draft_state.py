@@ -7,6 +7,7 @@ drafted feature survives a round.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,9 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import rotary_table, unit_rms
+from .ops.tree_attention import TreeAttentionPlan
+from .tree import MAX_NODES, pack_bits
 
 if TYPE_CHECKING:
     from .drafter import Drafter
+
+# q (heads, n, head_dim), buffer (2, kv_heads, slots, head_dim), scale -> (n, heads * head_dim)
+Attend = Callable[[Tensor, Tensor, float], Tensor]
 
 # Below this many rows plain matmul-softmax-matmul is faster than the fused kernel; above, it must not hold rows x
 # slots x heads.
@@ -37,7 +43,6 @@ class DraftState:
         self.length = 0
         self.drafted = 0
         self._kv_heads, self._head_dim = config.num_kv_heads, config.head_dim
-        self._groups = config.num_heads // config.num_kv_heads
         self._theta, self._dtype, self._device = config.rope_theta, weight.dtype, weight.device
         self._buffers: list[Tensor] = []
         self._cos, self._sin = self._table(max(capacity, 1))
@@ -83,9 +88,10 @@ class DraftState:
         n = embeds.shape[0]
         self._reserve(self.length + n)
         self._cover(int(positions.max()))
-        cos, sin = self._cos[positions], self._sin[positions]
-        mask = self._causal(n) if n > 1 else None
-        hidden = self._run(embeds, self.drafter.reduce(feats.to(self._dtype)), cos, sin, mask, self.length)
+        attend = self._attention(torch.ones(n, n, dtype=torch.bool, device=self._device).tril_(), self.length)
+        hidden = self._run(
+            embeds, self.drafter.reduce(feats.to(self._dtype)), self._cos[positions], self._sin[positions], attend
+        )
         self.length += n
         return hidden
 
@@ -101,13 +107,10 @@ class DraftState:
             raise ValueError(
                 f"draft: ancestors must be {(m, seen)}: rows, drafted slots + rows; got {tuple(ancestors.shape)}"
             )
-        start = self.length + self.drafted
-        self._reserve(start + m)
+        self._reserve(self.length + seen)
         self._cover(position)
         cos, sin = self._cos[position : position + 1], self._sin[position : position + 1]
-        mask = torch.zeros(m, self.length + seen, dtype=self._dtype, device=self._device)
-        mask[:, self.length :].masked_fill_(~ancestors, float("-inf"))
-        hidden = self._run(embeds, feats.to(self._dtype), cos, sin, mask, start)
+        hidden = self._run(embeds, feats.to(self._dtype), cos, sin, self._attention(ancestors, self.length))
         self.drafted = seen
         return hidden
 
@@ -121,36 +124,44 @@ class DraftState:
             raise ValueError(f"crop: length must be between 0 and the {self.length} committed slots, got {length}")
         self.length, self.drafted = length, 0
 
-    def _causal(self, n: int) -> Tensor:
-        mask = torch.full((n, n), float("-inf"), dtype=self._dtype, device=self._device).triu_(1)
-        return F.pad(mask, (self.length, 0)) if self.length else mask
-
-    def _run(self, embeds: Tensor, feats: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, start: int) -> Tensor:
-        drafter, n = self.drafter, embeds.shape[0]
+    def _run(self, embeds: Tensor, feats: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        drafter, start = self.drafter, self.length + self.drafted
+        end = start + embeds.shape[0]
         feats = unit_rms(feats, drafter.config.rms_norm_eps)
         x = drafter.fuse(embeds.to(self._dtype), feats)
         for block, buffer in zip(drafter.blocks, self._buffers, strict=True):
             q, k, v = block.project(x, feats, cos, sin)
-            buffer[0, :, start : start + n] = k
-            buffer[1, :, start : start + n] = v
-            x = block.merge(x, self._attend(q, buffer[:, :, : start + n], mask, block.scale))
+            buffer[0, :, start:end] = k
+            buffer[1, :, start:end] = v
+            x = block.merge(x, attend(q, buffer[:, :, :end], block.scale))
         return drafter.finish(x)
 
-    def _attend(self, q: Tensor, buffer: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """``q`` (heads, n, head_dim) over all slots of ``buffer`` (2, kv_heads, slots, head_dim) -> (n, heads *
-        head_dim)."""
-        heads, n, d = q.shape
-        keys, values = buffer
-        if n > _FEW_ROWS:
-            mixed = F.scaled_dot_product_attention(
-                q[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=True
-            )
-            return mixed[0].transpose(0, 1).reshape(n, heads * d)
-        q = q.reshape(self._kv_heads, self._groups * n, d)
-        if mask is None:
-            scores = torch.bmm(q, keys.transpose(1, 2)).mul_(scale)
-        else:
-            bias = mask.expand(self._groups, *mask.shape).reshape(1, self._groups * n, -1)
-            scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
-        mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
-        return mixed.view(heads, n, d).transpose(0, 1).reshape(n, heads * d)
+    def _attention(self, sees: Tensor, prefix: int) -> Attend:
+        """How rows attend that see every slot before ``prefix`` and, of the slots behind, those in ``sees`` (rows,
+        slots) bool."""
+        behind = sees.shape[1]
+        if self._device.type == "cpu" and self._dtype in (torch.float32, torch.bfloat16) and behind <= MAX_NODES:
+            lengths = torch.tensor([prefix], device=self._device)
+            plan = TreeAttentionPlan(lengths, pack_bits(sees)[None], behind)
+            return lambda q, buffer, scale: plan(q[None], buffer[:1], buffer[1:], scale)[0].flatten(1)
+        bias = torch.zeros(sees.shape[0], prefix + behind, dtype=self._dtype, device=self._device)
+        bias[:, prefix:].masked_fill_(~sees, float("-inf"))
+        return lambda q, buffer, scale: _attend(q, buffer, bias, scale)
+
+
+def _attend(q: Tensor, buffer: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """``q`` (heads, n, head_dim) over all slots of ``buffer`` (2, kv_heads, slots, head_dim), ``bias`` (n, slots) added
+    to the scores -> (n, heads * head_dim)."""
+    heads, n, d = q.shape
+    keys, values = buffer
+    if n > _FEW_ROWS:
+        mixed = F.scaled_dot_product_attention(
+            q[None], keys[None], values[None], attn_mask=bias, scale=scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1).reshape(n, heads * d)
+    groups = heads // keys.shape[0]
+    q = q.reshape(keys.shape[0], groups * n, d)
+    bias = bias.expand(groups, *bias.shape).reshape(1, groups * n, -1)
+    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    mixed = torch.bmm(torch.softmax(scores, dim=-1), values)
+    return mixed.view(heads, n, d).transpose(0, 1).reshape(n, heads * d)

@@ -10,6 +10,7 @@ import torch
 
 from .bench import generate_options
 from .loading import decode_text, to_device
+from .packed import packable
 from .parting import Judge, Parting
 from .timing import Answer, timed_answer
 
@@ -102,33 +103,36 @@ def duel(
     *,
     dtype: torch.dtype,
     max_new_tokens: int,
+    pack: bool = True,
     report: Callable[[str], None] = lambda line: None,
 ) -> Duel:
     """Greedy answers of both ways in `dtype`; where they part, once more in fp32.
 
-    `load(dtype)` returns target and drafter; inputs are of batch 1.
+    `load(dtype)` returns target and drafter; inputs are of batch 1. With `pack` the decoder's weights are packed, where
+    they can be; plain `generate` always has the original layers.
     """
     from .generate import Decoder
 
     options = generate_options(max_new_tokens, 0.0)
     target, drafter = load(dtype)
-    decoder = Decoder(target, drafter)
     report("warming up")
     short = generate_options(min(WARM_UP_TOKENS, max_new_tokens), 0.0)
-    for generate in (target.generate, decoder.generate):
-        timed_answer(generate, target, inputs, seed=SEED, **short)
+    timed_answer(target.generate, target, inputs, seed=SEED, **short)
     report("answering with plain generate")
     plain = timed_answer(target.generate, target, inputs, seed=SEED, **options)
+    decoder = Decoder(target, drafter, pack=pack and packable(target))
+    timed_answer(decoder.generate, target, inputs, seed=SEED, **short)
     report("answering with the decoder")
     ours = timed_answer(
         decoder.generate, target, inputs, seed=SEED, read_stats=lambda: decoder.stats.to_dict(), **options
     )
+    decoder.restore()
     parting, exact = None, None
     if plain.ids != ours.ids:
         report("the answers differ: looking at the tie, and once more in fp32")
         judge = Judge(target)
         parting = judge.explain(inputs, plain.ids, ours.ids, options=options, temperature=0.0, seed=SEED)
-        exact = _equal_in_fp32(load, inputs, options)
+        exact = _equal_in_fp32(load, inputs, options, pack)
     return Duel(
         plain=plain,
         ours=ours,
@@ -141,14 +145,14 @@ def duel(
 
 
 def _equal_in_fp32(
-    load: Callable[[torch.dtype], tuple[Any, Any]], inputs: dict[str, Any], options: dict[str, Any]
+    load: Callable[[torch.dtype], tuple[Any, Any]], inputs: dict[str, Any], options: dict[str, Any], pack: bool
 ) -> bool:
     from .generate import Decoder
 
     target, drafter = load(torch.float32)
-    decoder = Decoder(target, drafter)
     inputs = to_device(inputs, inputs["input_ids"].device, torch.float32)
     plain = timed_answer(target.generate, target, inputs, seed=SEED, **options)
+    decoder = Decoder(target, drafter, pack=pack and packable(target))
     ours = timed_answer(decoder.generate, target, inputs, seed=SEED, **options)
     return plain.ids == ours.ids
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
 
+DTYPES = (torch.float32, torch.bfloat16)
+
 
 class PackedLinear(nn.Linear):
     """A linear layer after `pack`; made from one, never constructed."""
@@ -75,6 +77,12 @@ def _unpack_layer(layer: PackedLinear) -> None:
     layer._parameters.update(weight=parameter, bias=bias)  # in the order of a fresh layer
 
 
+def packable(model: nn.Module) -> bool:
+    """Whether the model's device and dtype have packed kernels; see `CannotPack` for what else can be in the way."""
+    weight = model.get_output_embeddings().weight
+    return weight.device.type == "cpu" and weight.dtype in DTYPES
+
+
 class CannotPack(ValueError):
     """The model's layers cannot be packed; the message says which and why."""
 
@@ -85,7 +93,7 @@ def _check(name: str, layer: nn.Linear) -> None:
         "its weight has a gradient": weight.grad is not None,
         "it has hooks": bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks),
         "its weight is parametrised": hasattr(layer, "parametrizations"),
-        f"its weight is {weight.dtype}, not float32 or bfloat16": weight.dtype not in (torch.float32, torch.bfloat16),
+        f"its weight is {weight.dtype}, not float32 or bfloat16": weight.dtype not in DTYPES,
         f"its weight is on {weight.device}": weight.device.type != "cpu",
     }
     for reason, holds in reasons.items():

@@ -81,3 +81,8 @@ class Tree:
 def unpack_bits(masks: Tensor, count: int) -> Tensor:
     """(N,) int64 bit masks -> (N, count) bool."""
     return (masks[:, None] >> torch.arange(count, device=masks.device)) & 1 != 0
+
+
+def pack_bits(sees: Tensor) -> Tensor:
+    """(N, count) bool, count at most 64 -> (N,) int64 bit masks; the inverse of `unpack_bits`."""
+    return (sees.long() << torch.arange(sees.shape[1], device=sees.device)).sum(dim=1)

@@ -51,7 +51,7 @@ def make_bench(
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "result.json"
-    methods = ("dream", "prompt_lookup", "dream_tau", "dream_blind")
+    methods = ("plain_packed", "dream", "prompt_lookup", "dream_unpacked", "dream_tau", "dream_blind")
     made = make_bench(file, dtypes=("bfloat16", "float32"), methods=methods).run()
     assert json.loads(file.read_text()) == made
     return made
@@ -60,7 +60,7 @@ def result(tmp_path_factory):
 def test_rows_cover_every_cell(result):
     """A method that was asked for and silently dropped, or fp32 rows of methods that are there for speed only."""
     got = {(r["method"], r["dtype"], r["temperature"]) for r in result["rows"]}
-    names = ("plain", "prompt_lookup", "dream", "dream_tau", "dream_blind")
+    names = ("plain", "plain_packed", "prompt_lookup", "dream", "dream_unpacked", "dream_tau", "dream_blind")
     fast = {(m, "bfloat16", t) for m in names for t in (0.0, 1.0)}
     assert got == fast | {(m, "float32", t) for m in ("plain", "dream") for t in (0.0, 1.0)}
     assert result["complete"] is True
