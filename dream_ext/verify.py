@@ -44,6 +44,7 @@ def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContex
     return tree_route(adapter, plan)
 
 
+@torch.inference_mode()
 def verify(
     adapter: TargetAdapter,
     tree: Tree,
@@ -61,7 +62,8 @@ def verify(
         plain_head: the outer model adds nothing to the head, see `TargetAdapter.head_is_plain`.
         feature_layers: layers whose outputs the drafter reads beside the last feature.
     Returns:
-        logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`.
+        logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`: inference
+        tensors, which a caller copies before anybody may write into them.
     """
     device = adapter.device
     inputs = {
