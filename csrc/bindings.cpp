@@ -258,12 +258,12 @@ void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int
   skinny_linear_cpu(call);
 }
 
-const char* const kIsaNames[] = {"base", "avx2", "avx512", "avx512bf16"};
+const char* const kIsaNames[] = {"base", "avx2", "avx512"};
 
 void bind_use_isa(const std::string& name) {
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < 3; ++i)
     if (name == kIsaNames[i]) return use_isa(static_cast<Isa>(i));
-  throw py::value_error("use_isa: wanted base, avx2, avx512 or avx512bf16, got " + name);
+  throw py::value_error("use_isa: wanted base, avx2 or avx512, got " + name);
 }
 
 py::dict build_info() {

@@ -2,9 +2,6 @@
 
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 // A few rows times a large matrix is bound by reading the matrix. Packed panels are read once, in order, for up to eight
 // rows, and the outputs of a panel lie in the lanes, so that no sum crosses lanes.
@@ -23,7 +20,8 @@ constexpr int64_t kRun = 64;      // steps summed before they join the total: a 
 constexpr int64_t kAhead = 1024;  // bytes: far enough for the prefetch to arrive in time
 
 
-// How one step along the inputs is done: its stride in the panel, and acc += weights * x.
+// How one step along the inputs reads a panel, and adds weights * x. bf16 weights are widened: on the processors with bf16
+// products that we could measure, those have half the throughput of fp32 multiply-adds.
 struct StepF32 {
   typedef float T;
   static constexpr int64_t kInputs = 1;
@@ -33,42 +31,35 @@ struct StepF32 {
     for (int v = 0; v < kVecs; ++v) step.weight[v] = load(panel + v * kLanes);
     return step;
   }
-  DREAM_INLINE float pick(const float* x) { return *x; }
-  DREAM_INLINE float pick_last(const float* x) { return *x; }
-  __attribute__((always_inline)) void add(floats* sum, float x) const {
-    for (int v = 0; v < kVecs; ++v) sum[v] += weight[v] * x;
+  __attribute__((always_inline)) void add(floats* sum, const float* x) const {
+    for (int v = 0; v < kVecs; ++v) sum[v] += weight[v] * x[0];
   }
 };
 
 struct StepBf16 {
   typedef bf16 T;
   static constexpr int64_t kInputs = 2;
-  words weight[kVecs];
+  floats even[kVecs], odd[kVecs];
   DREAM_INLINE StepBf16 read(const bf16* panel) {
     StepBf16 step;
-    for (int v = 0; v < kVecs; ++v) memcpy(&step.weight[v], panel + 2 * v * kLanes, sizeof(words));
+    for (int v = 0; v < kVecs; ++v) {
+      words pair;
+      memcpy(&pair, panel + 2 * v * kLanes, sizeof pair);
+      step.even[v] = (floats)(pair << 16);
+      step.odd[v] = (floats)(pair & 0xffff0000u);
+    }
     return step;
   }
-  DREAM_INLINE uint32_t pick(const bf16* x) {
-    uint32_t pair;
-    memcpy(&pair, x, sizeof pair);
-    return pair;
+  __attribute__((always_inline)) void add(floats* sum, const float* x) const {
+    for (int v = 0; v < kVecs; ++v) sum[v] += even[v] * x[0];
+    for (int v = 0; v < kVecs; ++v) sum[v] += odd[v] * x[1];
   }
-  DREAM_INLINE uint32_t pick_last(const bf16* x) { return x->bits; }  // beside it lies a zero
-  __attribute__((always_inline)) void add(floats* sum, uint32_t pair) const {
-#ifdef __AVX512BF16__
-    sum[0] = (floats)_mm512_dpbf16_ps((__m512)sum[0], (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)), (__m512bh)weight[0]);
-#else
-    const uint32_t low = pair << 16, high = pair & 0xffff0000u;
-    float x0, x1;
-    memcpy(&x0, &low, sizeof x0);
-    memcpy(&x1, &high, sizeof x1);
-    for (int v = 0; v < kVecs; ++v) {
-      sum[v] += (floats)(weight[v] << 16) * x0;
-      sum[v] += (floats)(weight[v] & 0xffff0000u) * x1;
-    }
-#endif
-  }
+};
+
+// x as the tiles read it: (rows, padded inputs) fp32.
+struct Rows {
+  const float* x;
+  int64_t stride;
 };
 
 template <class T>
@@ -80,15 +71,15 @@ static void write_row(const float* sums, const SkinnyLinear& call, int64_t row, 
 
 // ROWS rows from `row` on times PANELS panels from `panel` on.
 template <class Step, int ROWS, int PANELS>
-static void tile(const SkinnyLinear& call, int64_t row, int64_t panel) {
+static void tile(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_t panel) {
   typedef typename Step::T T;
   constexpr int64_t kStride = kPanel * Step::kInputs;
-  const int64_t steps = (call.in + Step::kInputs - 1) / Step::kInputs, whole = call.in / Step::kInputs;
+  const int64_t steps = (call.in + Step::kInputs - 1) / Step::kInputs;
   const T* packed = static_cast<const T*>(call.packed) + panel * steps * kStride;
-  const T* x = static_cast<const T*>(call.x) + row * call.x_row;
+  const float* x = rows.x + row * rows.stride;
   floats total[ROWS][PANELS][kVecs] = {};
   for (int64_t begin = 0; begin < steps; begin += kRun) {
-    const int64_t end = begin + kRun < whole ? begin + kRun : whole;
+    const int64_t end = begin + kRun < steps ? begin + kRun : steps;
     floats sum[ROWS][PANELS][kVecs] = {};
     for (int64_t k = begin; k < end; ++k) {
       Step step[PANELS];
@@ -98,16 +89,12 @@ static void tile(const SkinnyLinear& call, int64_t row, int64_t panel) {
         step[p] = Step::read(at);
       }
       for (int r = 0; r < ROWS; ++r)
-        for (int p = 0; p < PANELS; ++p) step[p].add(sum[r][p], Step::pick(x + r * call.x_row + k * Step::kInputs));
+        for (int p = 0; p < PANELS; ++p) step[p].add(sum[r][p], x + r * rows.stride + k * Step::kInputs);
     }
     for (int r = 0; r < ROWS; ++r)
       for (int p = 0; p < PANELS; ++p)
         for (int v = 0; v < kVecs; ++v) total[r][p][v] += sum[r][p][v];
   }
-  if (whole < steps)
-    for (int p = 0; p < PANELS; ++p)
-      for (int r = 0; r < ROWS; ++r)
-        Step::read(packed + (p * steps + whole) * kStride).add(total[r][p], Step::pick_last(x + r * call.x_row + call.in - 1));
   for (int r = 0; r < ROWS; ++r)
     for (int p = 0; p < PANELS; ++p) {
       float sums[kPanel];
@@ -119,36 +106,52 @@ static void tile(const SkinnyLinear& call, int64_t row, int64_t panel) {
 
 // The last, incomplete tile of `count` rows.
 template <class Step, int PANELS, int ROWS = kRows - 1>
-static void rest(const SkinnyLinear& call, int64_t row, int64_t count, int64_t panel) {
+static void rest(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_t count, int64_t panel) {
   if constexpr (ROWS > 0) {
-    if (count == ROWS) return tile<Step, ROWS, PANELS>(call, row, panel);
-    rest<Step, PANELS, ROWS - 1>(call, row, count, panel);
+    if (count == ROWS) return tile<Step, ROWS, PANELS>(call, rows, row, panel);
+    rest<Step, PANELS, ROWS - 1>(call, rows, row, count, panel);
   }
 }
 
 template <class Step, int PANELS>
-static void all_rows(const SkinnyLinear& call, int64_t panel) {
+static void all_rows(const SkinnyLinear& call, const Rows& rows, int64_t panel) {
   int64_t row = 0;
-  for (; row + kRows <= call.rows; row += kRows) tile<Step, kRows, PANELS>(call, row, panel);
-  rest<Step, PANELS>(call, row, call.rows - row, panel);
+  for (; row + kRows <= call.rows; row += kRows) tile<Step, kRows, PANELS>(call, rows, row, panel);
+  rest<Step, PANELS>(call, rows, row, call.rows - row, panel);
 }
 
 template <class Step>
-static void run(const SkinnyLinear& call) {
+static void all_panels(const SkinnyLinear& call, const Rows& rows) {
   const int64_t panels = (call.out + kPanel - 1) / kPanel, groups = (panels + kGroup - 1) / kGroup;
 #pragma omp parallel for num_threads(call.threads) schedule(static) if (call.threads > 1)
   for (int64_t g = 0; g < groups; ++g) {
     const int64_t panel = g * kGroup, left = panels - panel;
     if (left >= kGroup) {
-      all_rows<Step, kGroup>(call, panel);
+      all_rows<Step, kGroup>(call, rows, panel);
     } else {
-      for (int64_t p = 0; p < left; ++p) all_rows<Step, 1>(call, panel + p);
+      for (int64_t p = 0; p < left; ++p) all_rows<Step, 1>(call, rows, panel + p);
     }
   }
 }
 
+static void run_bf16(const SkinnyLinear& call) {
+  const int64_t stride = (call.in + kLanes - 1) / kLanes * kLanes;
+  Scratch wide(call.rows * stride);
+  for (int64_t r = 0; r < call.rows; ++r) {
+    const bf16* x = static_cast<const bf16*>(call.x) + r * call.x_row;
+    float* to = wide.data + r * stride;
+    int64_t k = 0;
+    for (; k + kLanes <= call.in; k += kLanes) store(to + k, load(x + k));
+    for (; k < call.in; ++k) to[k] = scalar(x + k);
+  }
+  all_panels<StepBf16>(call, Rows{wide.data, stride});
+}
+
 int skinny_linear(const SkinnyLinear& call) {
-  call.dtype == Dtype::f32 ? run<StepF32>(call) : run<StepBf16>(call);
+  if (call.dtype == Dtype::bf16)
+    run_bf16(call);
+  else
+    all_panels<StepF32>(call, Rows{static_cast<const float*>(call.x), call.x_row});
   return 0;
 }
 
