@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dream_ext.drafter import Drafter
 from dream_ext.growth import grow_tree
+from dream_ext.noise import Sampler
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.tree import Tree, TreeShape
 
@@ -67,11 +68,11 @@ class DraftContext:
         self.embeds, self.features, self.positions = self.embeds[:-1], self.features[:-1], self.positions[:-1]
 
     @torch.inference_mode()
-    def draft(self, root: int, position: int, shape: TreeShape) -> Tree:
+    def draft(self, root: int, position: int, shape: TreeShape, sampler: Sampler | None = None) -> Tree:
         """Read the pending rows, the last of which is the root's, and grow a tree below it."""
         hidden = self.state.append(self.embeds, self.features, self.positions)[-1]
         self.embeds, self.features, self.positions = self.embeds[:0], self.features[:0], self.positions[:0]
-        return grow_tree(self.drafter, self.adapter, self.state, root, hidden, position, shape)
+        return grow_tree(self.drafter, self.adapter, self.state, root, hidden, position, shape, sampler)
 
     def _advance(self, features: Tensor) -> None:
         self.last_feature = features[-1:].clone()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from dream_ext import cache as kv
+from dream_ext.noise import Sampler
 from dream_ext.prefill import Prefill
 from dream_ext.sampling import Emitter, walk
 from dream_ext.stats import PhaseClock, Stats
@@ -26,7 +27,7 @@ def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClo
     context.emitted([root], [position], context.last_feature)
     while not emitter.done:
         with clock.phase("draft"):
-            tree = _draft(context, root, position, shape, emitter.remaining)
+            tree = _draft(context, root, position, shape, emitter)
         start, path = kv.length(cache), []
         try:
             with clock.phase("verify"):
@@ -45,9 +46,11 @@ def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClo
         stats.count_round(len(path) - 1)
 
 
-def _draft(context, root: int, position: int, shape: TreeShape, remaining: int | None) -> Tree:
+def _draft(context, root: int, position: int, shape: TreeShape, emitter: Emitter) -> Tree:
     """A tree no deeper than what may still be emitted; the root alone when that is one token."""
+    remaining = emitter.remaining
     depth = shape.depth if remaining is None else min(shape.depth, remaining - 1)
     if depth < 1:
         return Tree.root(root)
-    return context.draft(root, position, replace(shape, depth=depth))
+    sampler = emitter.choose if isinstance(emitter.choose, Sampler) else None
+    return context.draft(root, position, replace(shape, depth=depth), sampler)

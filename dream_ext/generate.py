@@ -16,9 +16,10 @@ from dream_ext import cache as kv
 from dream_ext.decode import decode
 from dream_ext.drafter import Drafter
 from dream_ext.modes import UnsupportedMode, check_mode, check_request, check_target
+from dream_ext.noise import Sampler
 from dream_ext.packed import PackedModels
 from dream_ext.prefill import remember, run_prefill
-from dream_ext.sampling import Emitter, greedy, sample
+from dream_ext.sampling import Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.fingerprint import fingerprint
@@ -113,7 +114,7 @@ class Decoder:
         check_target(self.target)
         check_request(input_ids, processors, config, model_kwargs)
         cache = model_kwargs["past_key_values"]
-        chooser = sample if config.do_sample else greedy
+        chooser = Sampler(input_ids.device, config.temperature or 1.0) if config.do_sample else greedy
         emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
         kv.adopt(cache)
         try:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dream_ext.draft_state import DraftState
 from dream_ext.drafter import Drafter
+from dream_ext.noise import Sampler
 from dream_ext.ops.expand_tree import expand_tree
 from dream_ext.ops.rank_tree import rank_tree
 from dream_ext.targets.adapter import TargetAdapter
@@ -21,11 +22,13 @@ def grow_tree(
     hidden: Tensor,
     position: int,
     shape: TreeShape,
+    sampler: Sampler | None = None,
 ) -> Tree:
     """Draft `shape.depth` levels below the root and keep the best `shape.nodes - 1` candidates.
 
     A node's score is the sum of the drafter's log-probabilities along its path.  Every level expands the best
-    `shape.width` candidates of the level above.  The drafted slots are forgotten before returning.
+    `shape.width` candidates of the level above.  With a sampler they are the log-probabilities that a token is sampled
+    under that step's noise.  The drafted slots are forgotten before returning.
 
     Args:
         state: the drafter's state, committed up to and including the root's slot.
@@ -40,6 +43,8 @@ def grow_tree(
             embeds = adapter.embed(frontier.tokens[None])[0]
             frontier.read(state.draft(embeds, frontier.features, position + level - 1, frontier.sees))
         logits = _masked_logits(drafter, adapter, frontier.hidden)
+        if sampler is not None:
+            logits = sampler.draft_scores(logits, level, drafter.draft_vocab, adapter.vocab_size)
         width = min(shape.width, logits.shape[-1])
         drafted, cumulative, best = expand_tree(logits, frontier.scores, width)
         first = sum(part.numel() for part in tokens)

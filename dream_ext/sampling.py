@@ -23,15 +23,6 @@ def greedy(scores: Tensor) -> Tensor:
     return scores.argmax(dim=-1)
 
 
-def sample(scores: Tensor) -> Tensor:
-    """(1, vocab) processed scores -> (1,) token id.
-
-    One draw of torch's default generator per emitted token, of the shape and dtype plain `generate` draws, so that the
-    same seed gives the same text and leaves the same generator state.
-    """
-    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-
-
 class Emitter:
     """One sequence being written: processors, choice, streamer and stopping criteria, token by token.
 

@@ -46,8 +46,8 @@ def oracle_drafts(monkeypatch, text: list[int], vocab: int = 150, seed: int = 0,
     rng, drafted = random.Random(seed), []
     original = DraftContext.draft
 
-    def draft(self, root, position, shape):
-        original(self, root, position, shape)
+    def draft(self, root, position, shape, sampler=None):
+        original(self, root, position, shape, sampler)
         start = self.length + 1  # the root's index in the text is `length`
         truth = text[start : start + shape.depth] if text[self.length] == root else []
         drafted.append(random_tree(rng, root, truth, vocab, nodes))

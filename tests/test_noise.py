@@ -1,0 +1,99 @@
+"""The noise of sampling: what multinomial would draw, seen in advance, and never drawn twice or skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import random_drafter
+from tiny import build_llama
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from dream_ext import Decoder, TreeShape
+from dream_ext.noise import Noise, Sampler
+
+CPU = torch.device("cpu")
+
+
+def plain(scores, seed):
+    """Tokens of `multinomial`, one step after the other, and the generator's state at the end."""
+    torch.manual_seed(seed)
+    tokens = [int(torch.multinomial(torch.softmax(row, -1), 1)) for row in scores]
+    return tokens, torch.get_rng_state()
+
+
+@pytest.mark.parametrize("size", [7, 4096])
+def test_choices_and_generator_are_those_of_multinomial(size):
+    """Catches noise used twice or out of order, and a generator left where the look ahead put it."""
+    scores = torch.randn(30, 1, size, generator=torch.Generator().manual_seed(0)) * 3
+    want, state = plain(scores, 11)
+    torch.manual_seed(11)
+    sampler, got = Sampler(CPU), []
+    for step, row in enumerate(scores):
+        for ahead in (2, step % 5):
+            before = torch.get_rng_state()
+            sampler.noise.look(ahead, size)
+            assert torch.equal(torch.get_rng_state(), before)
+        got.append(int(sampler(row)))
+    assert got == want and torch.equal(torch.get_rng_state(), state)
+
+
+def test_noise_is_drawn_anew_when_somebody_else_has_drawn():
+    """Catches noise from before a processor of the user's drew numbers of its own."""
+    torch.manual_seed(5)
+    torch.rand(3)
+    want = torch.empty(1, 9).exponential_()
+    torch.manual_seed(5)
+    noise = Noise(CPU)
+    early = noise.look(2, 9)
+    torch.rand(3)
+    assert torch.equal(noise.take(9), want) and not torch.equal(early, want)
+
+
+class DrawsItself(LogitsProcessor):
+    """A processor that consumes the generator, as somebody's watermark might."""
+
+    def __call__(self, input_ids, scores):
+        return scores + torch.rand(scores.shape[-1]) * 2
+
+
+def test_a_processor_that_draws_changes_nothing():
+    model, inputs = build_llama()
+    decoder = Decoder(model, random_drafter(model), tree=TreeShape(3, 4, 10))
+    arguments = dict(max_new_tokens=20, do_sample=True, logits_processor=LogitsProcessorList([DrawsItself()]))
+    torch.manual_seed(2)
+    want = model.generate(**inputs, **arguments)
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    assert torch.equal(decoder.generate(**inputs, **arguments), want)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_perfect_drafter_always_drafts_the_sampled_token():
+    """Catches the noise of another step, another temperature, or another order of the draft vocabulary."""
+    logits, vocab = torch.randn(6, 50) * 2, torch.randperm(50)[:30].sort().values
+    sampler = Sampler(CPU, temperature=0.7)
+    torch.manual_seed(1)
+    drafted = [sampler.draft_scores(row[None], level, None, 50).argmax().item() for level, row in enumerate(logits, 1)]
+    some = [sampler.draft_scores(row[None, vocab], i, vocab, 50)[0] for i, row in enumerate(logits, 1)]
+    full = [sampler.draft_scores(row[None], i, None, 50)[0][vocab] for i, row in enumerate(logits, 1)]
+    assert all(torch.equal(a, b) for a, b in zip(some, full, strict=True))
+    assert drafted == [int(sampler(row[None] / 0.7)) for row in logits]
+
+
+def test_zero_probability_is_never_emitted():
+    """`p = 0` stays impossible, whatever the noise."""
+    sampler, scores = Sampler(CPU), torch.tensor([[float("-inf"), 0.0, float("-inf"), -30.0, float("-inf")]])
+    assert {int(sampler(scores)) for _ in range(2000)} <= {1, 3}
+
+
+def test_scores_without_a_distribution_are_refused_as_by_multinomial():
+    with pytest.raises(RuntimeError, match="probability tensor"):
+        Sampler(CPU)(torch.full((1, 5), float("nan")))
+
+
+def test_noise_that_is_zero_breaks_no_draft():
+    """Catches an infinite score: the generator may return exactly 0."""
+    sampler = Sampler(CPU)
+    noise = sampler.noise.look(0, 4)
+    noise[0, 2] = 0.0
+    assert sampler.draft_scores(torch.zeros(1, 4), 1, None, 4).isfinite().all()
