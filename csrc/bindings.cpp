@@ -14,6 +14,7 @@
 #include "dream/expand_tree.h"
 #include "dream/keep_path.h"
 #include "dream/rank_tree.h"
+#include "dream/rms_norm.h"
 #include "dream/select_visual.h"
 #include "dream/skinny_linear.h"
 #include "dream/tree_attention.h"
@@ -258,6 +259,22 @@ void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int
   skinny_linear_cpu(call);
 }
 
+void bind_rms_norm(handle rows, handle scale, float eps, bool round_first, handle out) {
+  const View x = cpu(rows, 2), y = cpu(out, 2);
+  const Dtype dtype = float_type(x);
+  if (float_type(y) != dtype || !contiguous(y) || y.shape[0] != x.shape[0] || y.shape[1] != x.shape[1])
+    throw py::type_error("x and y do not fit");
+  const void* weight = nullptr;
+  if (!scale.is_none()) {
+    const View w = cpu(scale, 1);
+    if (float_type(w) != dtype || w.shape[0] != x.shape[1]) throw py::type_error("weight does not fit");
+    weight = w.data;
+  }
+  const RmsNorm call{x.data, weight, dtype, x.shape[0], x.shape[1], x.stride[0], eps, round_first, y.data};
+  py::gil_scoped_release released;
+  rms_norm_cpu(call);
+}
+
 const char* const kIsaNames[] = {"base", "avx2", "avx512"};
 
 void bind_use_isa(const std::string& name) {
@@ -304,6 +321,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_mass", &dream::bind_attention_mass);
   m.def("attention_entropy", &dream::bind_attention_entropy);
   m.def("tree_attention", &dream::bind_tree_attention);
+  m.def("rms_norm", &dream::bind_rms_norm);
   m.def("skinny_linear", &dream::bind_skinny_linear);
   m.def("pack_linear", &dream::bind_pack_linear);
   m.def("unpack_linear", &dream::bind_unpack_linear);

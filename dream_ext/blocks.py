@@ -11,10 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .ops._border import FLOATS
+from .ops.rms_norm import run_norm
+
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
     """``x`` (..., size) scaled to a root mean square of one; zero rows stay zero."""
-    return F.rms_norm(x, (x.shape[-1],), None, eps)
+    return rms(x, None, eps)
+
+
+def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """RMSNorm of ``x`` (..., size); the operator where it has a kernel, torch's where gradients flow."""
+    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype not in FLOATS:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+    return run_norm(x, weight, eps, False)
 
 
 def rotary_table(positions: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -88,14 +98,14 @@ class Block(nn.Module):
         positions (read by cross-attention alone), ``cos`` and ``sin`` (n or 1, head_dim) the rotary table of the rows.
         """
         n, d, heads, kv_heads = x.shape[0], self.head_dim, self.heads, self.kv_heads
-        normed = F.rms_norm(x, (x.shape[-1],), self.input_norm, self.eps)
+        normed = rms(x, self.input_norm, self.eps)
         if not self.cross:
             qkv = self.qkv(normed).view(n, heads + 2 * kv_heads, d).transpose(0, 1)
             qk = rotate(qkv[: heads + kv_heads], cos, sin)
             return qk[:heads], qk[heads:], qkv[heads + kv_heads :]
-        q = F.rms_norm(self.q(normed).view(n, heads, d), (d,), self.q_norm, self.eps).transpose(0, 1)
+        q = rms(self.q(normed).view(n, heads, d), self.q_norm, self.eps).transpose(0, 1)
         kv = self.kv(feats).view(n, 2 * kv_heads, d)
-        k = F.rms_norm(kv[:, :kv_heads], (d,), self.k_norm, self.eps).transpose(0, 1)
+        k = rms(kv[:, :kv_heads], self.k_norm, self.eps).transpose(0, 1)
         v = kv[:, kv_heads:].transpose(0, 1)
         return (rotate(q, cos, sin), rotate(k, cos, sin), v) if self.rope else (q, k, v)
 
@@ -103,7 +113,7 @@ class Block(nn.Module):
         """Residual state (n, hidden) after the attention output ``attended`` (n, heads * head_dim) and the SwiGLU."""
         out = self.o(attended)
         x = x + (torch.tanh(self.attention_gate) * out if self.cross else out)
-        gate, up = self.gate_up(F.rms_norm(x, (x.shape[-1],), self.post_norm, self.eps)).chunk(2, dim=-1)
+        gate, up = self.gate_up(rms(x, self.post_norm, self.eps)).chunk(2, dim=-1)
         out = self.down(F.silu(gate) * up)
         return x + (torch.tanh(self.mlp_gate) * out if self.cross else out)
 

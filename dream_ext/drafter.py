@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .blocks import Block, rotary_table, unit_rms, unrolled_attention
+from .blocks import Block, rms, rotary_table, unit_rms, unrolled_attention
 from .draft_state import DraftState
 from .ops.skinny_linear import PackedWeight, skinny_linear
 
@@ -267,7 +267,7 @@ class Drafter(nn.Module):
 
     def finish(self, x: Tensor) -> Tensor:
         """The final RMSNorm."""
-        return F.rms_norm(x, (x.shape[-1],), self.final_norm, self.config.rms_norm_eps)
+        return rms(x, self.final_norm, self.config.rms_norm_eps)
 
     def unroll(
         self, embeds: Tensor, feats: Tensor, positions: Tensor, base: Tensor, rows: Tensor, steps: int

@@ -1,4 +1,4 @@
-"""Linear layers whose weights lie packed for few rows; see `dream_ext.ops.skinny_linear`.
+"""Models prepared for few rows on a CPU: linear layers whose weights lie packed, and norms in one pass.
 
 A layer is packed in place: it stays the same module and becomes a `PackedLinear`, whose weight exists in the packed
 form only. Whoever asks for the weight, `state_dict` included, gets the original bits.
@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from dream_ext.norms import plain_norms, quicken, slow
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -102,7 +103,7 @@ def _check(name: str, layer: nn.Linear) -> None:
 
 
 class Packing:
-    """The packed layers of one model.
+    """The packed layers of one model, and its norms that compute by our operator.
 
     Attributes:
         holders: owners that want the model packed.
@@ -114,6 +115,7 @@ class Packing:
             raise CannotPack("cannot pack a model with adapters (PEFT): merge them into the weights first")
         self.holders = 0
         self.layers: list[nn.Linear] = []
+        self.norms: list[nn.Module] = []
         self.extra_bytes = 0
         names = {module: name for name, module in model.named_modules()}
         wanted = {layer: None for root in roots for layer in root.modules() if type(layer) is nn.Linear}
@@ -130,12 +132,17 @@ class Packing:
                 _pack_layer(layer, shared)
                 self.layers.append(layer)
                 self.extra_bytes += layer._packed.data.nbytes if shared else 0
+            for norm in {norm: None for root in roots for norm in plain_norms(root)}:
+                quicken(norm)
+                self.norms.append(norm)
         except BaseException:
             self.restore()
             raise
 
     def restore(self) -> None:
         """Every layer as it was, bit for bit."""
+        while self.norms:
+            slow(self.norms.pop())
         while self.layers:
             _unpack_layer(self.layers.pop())
 

@@ -12,6 +12,7 @@ from tiny import build_llama, build_llava
 from torch import nn
 
 from dream_ext import Decoder, TreeShape, attach
+from dream_ext.norms import plain_norms, quicken, slow
 from dream_ext.packed import CannotPack, PackedLinear, named_weights
 from dream_ext.targets.fingerprint import fingerprint
 
@@ -26,6 +27,10 @@ def packed_layers(model):
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
+def quick_norms(model):
+    return [module for module in model.modules() if hasattr(type(module), "_dream_ext_quick")]
+
+
 def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
@@ -38,7 +43,7 @@ def test_same_text_and_original_weights(tied):
     mark, sizes = fingerprint(model), [p.shape for p in model.parameters()]
     plain = model.generate(**inputs, max_new_tokens=24)
     decoder = Decoder(model, drafter, tree=SHAPE, pack=True)
-    assert len(packed_layers(model)) == 3 * 7 + 1 and packed_layers(drafter)
+    assert len(packed_layers(model)) == 3 * 7 + 1 and packed_layers(drafter) and len(quick_norms(model)) == 3 * 2 + 1
     assert torch.equal(decoder.generate(**inputs, max_new_tokens=24), plain)
     assert same(bits(model), before) and fingerprint(model) == mark
     assert same(dict(named_weights(model)), {n: before[n] for n, _ in named_weights(model)})
@@ -46,6 +51,7 @@ def test_same_text_and_original_weights(tied):
     decoder.restore()
     decoder.restore()
     assert not packed_layers(model) and not packed_layers(drafter) and same(bits(model), before)
+    assert not quick_norms(model)
     assert [p.shape for p in model.parameters()] == sizes
     assert torch.equal(decoder.generate(**inputs, max_new_tokens=24), plain)
 
@@ -139,3 +145,22 @@ def test_refusals_leave_everything_as_it_was():
     del layer.base_layer
     drafter.double()
     refused("float64")
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_quick_norms_equal_the_modelling_code(name):
+    """Catches a family whose norm has another formula than the operator's."""
+    module = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=["x"])
+    cls = getattr(module, f"{name.capitalize()}RMSNorm")
+    for dtype in (torch.float32, torch.bfloat16):
+        norm, x = cls(80, eps=1e-5).to(dtype), torch.randn(2, 3, 80, dtype=dtype)
+        with torch.no_grad():
+            norm.weight.copy_(1 + torch.randn(80) / 4)
+            want = norm(x)
+            assert list(plain_norms(norm)) == [norm]
+            quicken(norm)
+            assert type(norm).forward is not cls.forward and isinstance(norm, cls)
+            torch.testing.assert_close(norm(x), want, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+        assert norm(x).requires_grad
+        slow(norm)
+        assert type(norm) is cls
