@@ -65,24 +65,36 @@ def stock_select(scores: torch.Tensor, keep: int, *tensors: torch.Tensor) -> Non
         tensor.index_select(0, rows)
 
 
-def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> None:
-    """`tree_attention` as transformers' SDPA route does it: a dense mask, keys and values repeated for every head."""
+def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> Callable[[], Any]:
+    """`tree_attention` as transformers' SDPA route does it: keys and values repeated for every head, one dense mask,
+    made once for all layers and therefore outside the clock."""
     behind = torch.arange(k.shape[2]) - lengths[:, None, None]
-    sees = (behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    F.scaled_dot_product_attention(q, k, v, attn_mask=sees[:, None], scale=scale).transpose(1, 2).contiguous()
+    sees = ((behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1))[:, None]
+    mask = None if q.shape[2] == 1 else sees
+
+    def attend() -> None:
+        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).transpose(1, 2).contiguous()
+
+    return attend
 
 
-def stock_linear(x: torch.Tensor, weight: ops.PackedWeight) -> None:
-    """`skinny_linear` from the unpacked weight, which is made once."""
-    F.linear(x, _UNPACKED.setdefault(id(weight), weight.unpack()))
+def stock_linear(x: torch.Tensor, weight: ops.PackedWeight) -> Callable[[], Any]:
+    """`skinny_linear` from the unpacked weight."""
+    return partial(F.linear, x, weight.unpack())
 
 
-_UNPACKED: dict[int, torch.Tensor] = {}
-STOCK = {
-    "expand_tree": stock_expand,
-    "keep_path": stock_keep,
-    "select_visual": stock_select,
+def stock_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Callable[[], Any]:
+    """`rms_norm` by torch's own."""
+    return partial(F.rms_norm, x, (x.shape[-1],), weight, eps)
+
+
+# Arguments of an operator -> a call that does the same with stock torch.
+STOCK: dict[str, Callable[..., Callable[[], Any]]] = {
+    "expand_tree": partial(partial, stock_expand),
+    "keep_path": partial(partial, stock_keep),
+    "select_visual": partial(partial, stock_select),
+    "rms_norm": stock_norm,
     "skinny_linear": stock_linear,
     "tree_attention": stock_attention,
 }
@@ -126,6 +138,8 @@ def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
                 x = torch.randn(rows, inputs, generator=g).to(dtype)
                 name = str(dtype).removeprefix("torch.")
                 yield "skinny_linear", f"{rows} x {inputs} -> {out} {name}", (x, weight)
+    x, weight = torch.randn(8, 576, generator=g).bfloat16(), torch.randn(576, generator=g).bfloat16()
+    yield "rms_norm", "8 x 576 bf16", (x, weight, 1e-5)
     for length in (256, 2048):
         q = torch.randn(9, length, 64, generator=g)
         k = torch.randn(3, length, 64, generator=g)
@@ -143,8 +157,11 @@ def main() -> None:
     rows = []
     for name, size, arguments in cases():
         with torch.inference_mode():
-            calls = {"op": getattr(ops, name), "reference": getattr(ops, f"{name}_ref"), "stock": STOCK.get(name)}
-            us = median_us({kind: partial(call, *arguments) for kind, call in calls.items() if call is not None})
+            calls = {"op": getattr(ops, name), "reference": getattr(ops, f"{name}_ref")}
+            calls = {kind: partial(call, *arguments) for kind, call in calls.items()}
+            if name in STOCK:
+                calls["stock"] = STOCK[name](*arguments)
+            us = median_us(calls)
         rows.append({"op": name, "size": size, "us": us})
         others = (f"{kind} {value:10.1f} us {value / us['op']:6.1f}x" for kind, value in us.items() if kind != "op")
         print(f"{name:18} {size:42} {us['op']:9.1f} us  {'  '.join(others)}")

@@ -121,7 +121,8 @@ class Bench:
         report: Callable[[str, int, int], None] = lambda line, done, total: None,
     ) -> None:
         self.settings, self.prompts, self.load, self.file, self.report = settings, prompts, load, file, report
-        self.meta = {**meta, "settings": json.loads(json.dumps(asdict(settings)))}
+        ways = {name: asdict(METHODS[name]) for name in settings.methods}
+        self.meta = {**meta, "settings": json.loads(json.dumps({**asdict(settings), "ways": ways}))}
         self.details: list[dict[str, Any]] = []
         self._done = 0
 
@@ -218,7 +219,7 @@ class Bench:
         records = []
         for method in sorted(order, key=lambda m: list(METHODS).index(m.name)):
             answer = answers[method.name]
-            record = make_record(method, answer, plain, temperature)
+            record = make_record(method, answer, plain, temperature, method.pack and packable(loaded.target))
             if record["identity_promised"] and not record["identical"]:
                 parting = judge.explain(
                     inputs, plain.ids, answer.ids, options=options, temperature=temperature, seed=seed
@@ -307,12 +308,13 @@ def _stock_runner(method: Method, target: Any, pack: bool) -> Callable[..., Answ
     return run
 
 
-def make_record(method: Method, answer: Answer, plain: Answer, temperature: float) -> dict[str, Any]:
+def make_record(method: Method, answer: Answer, plain: Answer, temperature: float, packed: bool) -> dict[str, Any]:
     """The part of a detail record that needs no prompt. Times in seconds, phases in milliseconds."""
     stats = answer.stats or {}
     return {
         "method": method.name,
         "tree": list(method.tree) if method.tree else None,
+        "packed": packed,
         "tokens": answer.tokens,
         "decode_tokens": answer.decode_tokens,
         "rounds": answer.rounds,

@@ -81,7 +81,7 @@ class Generate:
     threads: int = 0
     """CPU threads; 0 leaves the choice to torch."""
     pack: bool = True
-    """Keep the weights packed for few rows, on a CPU in bfloat16 or float32."""
+    """On a CPU in bfloat16 or float32 the weights are packed for few rows; this leaves them as they are."""
     json: bool = False
     """Print one JSON object instead of streaming."""
 
@@ -139,7 +139,7 @@ class Demo:
     threads: int = 0
     """CPU threads; 0 leaves the choice to torch."""
     pack: bool = True
-    """Keep the weights packed for few rows, on a CPU in bfloat16 or float32."""
+    """On a CPU in bfloat16 or float32 the weights are packed for few rows; this leaves them as they are."""
     json: bool = False
     """Print one JSON object."""
 
@@ -282,6 +282,7 @@ def _expected_errors() -> tuple[type[BaseException], ...]:
         "demo": "NotInstalled",
         "generate": "DrafterMismatch",
         "modes": "UnsupportedMode",
+        "packed": "CannotPack",
         "targets.families": "UnsupportedTarget",
     }
     loaded = {name: sys.modules.get(f"dream_ext.{module}") for module, name in homes.items()}

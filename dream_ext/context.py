@@ -67,7 +67,6 @@ class DraftContext:
         """Drop the token that was emitted last: a resumed call forwards it, and queues it, with its prompt."""
         self.embeds, self.features, self.positions = self.embeds[:-1], self.features[:-1], self.positions[:-1]
 
-    @torch.inference_mode()
     def draft(self, root: int, position: int, shape: TreeShape, sampler: Sampler | None = None) -> Tree:
         """Read the pending rows, the last of which is the root's, and grow a tree below it."""
         hidden = self.state.append(self.embeds, self.features, self.positions)[-1]

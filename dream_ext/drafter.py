@@ -234,7 +234,8 @@ class Drafter(nn.Module):
                 f"bind: the drafter was made for {config.vocab_size} LM head rows, the target has {adapter.vocab_size}"
             )
         if self.draft_vocab is None:
-            self._head = _Head(head, head.weight.dtype)
+            # The head's own computation without the hooks that others hung on it: these are not the target's words.
+            self._head = _Head(lambda x: type(head).forward(head, x), head.weight.dtype)
         else:
             self._head = _Head.of_rows(head, self.draft_vocab, self.final_norm, pack)
 

@@ -21,6 +21,7 @@ from dream_ext.packed import PackedModels
 from dream_ext.prefill import remember, run_prefill
 from dream_ext.sampling import Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
+from dream_ext.swapping import blank
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.fingerprint import fingerprint
 from dream_ext.tree import TreeShape
@@ -41,6 +42,7 @@ class Decoder:
         check_target: compare the target's fingerprint with the one the drafter was made for.
         pack: keep the weights of the text decoder's and the drafter's linear layers in a form that a CPU reads faster
             (see `dream_ext.packed`) until `restore`, or until the decoder is gone; decoders of one target share it.
+            Weights written in place meanwhile are not seen.
     Raises:
         UnsupportedTarget: a family that tree verification does not know.
         CannotPack: weights with gradients, hooks or adapters, or not float32 or bfloat16 on a CPU.
@@ -69,11 +71,11 @@ class Decoder:
         self.adapter = TargetAdapter(target)
         _check_drafter(self.adapter, drafter, check_target)
         self._packed = PackedModels()
+        finalize(self, self._packed.restore, wait=False).atexit = False
         if pack:
             self._packed.add(target, self.adapter.decoder, self.adapter.lm_head)
             self._packed.add(drafter, drafter)
         drafter.bind(self.adapter, pack)
-        finalize(self, self._packed.restore).atexit = False
         self.stats: Stats | None = None
 
     @property
@@ -270,12 +272,7 @@ def _hooks(base: type) -> dict[str, Callable]:
     def __reduce_ex__(self, protocol):
         """Copies and pickles are of the target's own class."""
         _, _, *state = base.__reduce_ex__(self, protocol)
-        return (_blank, (base,), *state)
+        return (blank, (base,), *state)
 
     hooks = (_sample, _validate_generation_mode, _get_deprecated_gen_repo, generate_batch, __reduce_ex__)
     return {hook.__name__: hook for hook in hooks}
-
-
-def _blank(cls: type) -> object:
-    """An instance of `cls` for unpickling to fill."""
-    return cls.__new__(cls)

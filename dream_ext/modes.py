@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
@@ -40,6 +41,7 @@ def check_request(input_ids: Tensor, processors: LogitsProcessorList, config, mo
     )  # without one, generate itself ignores what only a dictionary could hold
     refusals = (
         (input_ids.shape[0] != 1, f"a batch of {input_ids.shape[0]} sequences (batch size, num_return_sequences)"),
+        (torch.is_autocast_enabled(input_ids.device.type), "torch.autocast"),
         (config.num_beams > 1, f"num_beams={config.num_beams}"),
         (dictionary and config.output_attentions, "output_attentions"),
         (dictionary and config.output_hidden_states, "output_hidden_states"),

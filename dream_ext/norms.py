@@ -10,20 +10,25 @@ from torch import Tensor, nn
 
 from dream_ext.ops._border import FLOATS
 from dream_ext.ops.rms_norm import run_norm
+from dream_ext.swapping import blank
 
 # Modelling classes of transformers whose forward is `weight * round(x / rms)`, with these attributes.
 _CLASSES = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"}
 
 
-def _forward(self, hidden_states: Tensor) -> Tensor:
-    if torch.is_grad_enabled() or hidden_states.dtype not in FLOATS or hidden_states.dtype != self.weight.dtype:
-        return type(self).__bases__[0].forward(self, hidden_states)
-    return run_norm(hidden_states, self.weight, self.variance_epsilon, True)
-
-
 @cache
 def _quick(cls: type) -> type:
-    return type(cls.__name__, (cls,), {"forward": _forward, "__module__": cls.__module__, "_dream_ext_quick": True})
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or hidden_states.dtype not in FLOATS or hidden_states.dtype != self.weight.dtype:
+            return cls.forward(self, hidden_states)
+        return run_norm(hidden_states, self.weight, self.variance_epsilon, True)
+
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles are of the original class."""
+        return blank, (cls,), self.__dict__
+
+    own = {"forward": forward, "__reduce_ex__": __reduce_ex__, "__module__": cls.__module__, "_dream_ext_quick": True}
+    return type(cls.__name__, (cls,), own)
 
 
 def plain_norms(root: nn.Module) -> Iterator[nn.Module]:
@@ -31,7 +36,8 @@ def plain_norms(root: nn.Module) -> Iterator[nn.Module]:
     for module in root.modules():
         cls = type(module)
         known = cls.__name__ in _CLASSES and cls.__module__.startswith("transformers.models.")
-        if known and not (module._forward_hooks or module._forward_pre_hooks) and not hasattr(cls, "_dream_ext_quick"):
+        watched = module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+        if known and not watched and not hasattr(cls, "_dream_ext_quick"):
             yield module
 
 

@@ -1,12 +1,15 @@
 """Models prepared for few rows on a CPU: linear layers whose weights lie packed, and norms in one pass.
 
 A layer is packed in place: it stays the same module and becomes a `PackedLinear`, whose weight exists in the packed
-form only. Whoever asks for the weight, `state_dict` included, gets the original bits.
+form only. Whoever asks for the weight, `state_dict`, copies and pickles included, gets the original bits; whoever
+changes it (`load_state_dict`, `to`) gets the layer back as it was first. Steps are ordered so that another thread may
+run the model meanwhile.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
@@ -14,74 +17,87 @@ import torch
 from torch import Tensor, nn
 
 from dream_ext.norms import plain_norms, quicken, slow
+from dream_ext.ops._border import FLOATS
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
-
-DTYPES = (torch.float32, torch.bfloat16)
+from dream_ext.swapping import blank
 
 
 class PackedLinear(nn.Linear):
-    """A linear layer after `pack`; made from one, never constructed."""
+    """A linear layer while it is packed; made from one, never constructed.
+
+    `_packed` and `_original` lie in the instance's dictionary, out of reach of `parameters()`: `_original` is the
+    parameter where another module shares it, else whether the weight required gradients.
+    """
 
     @property
     def weight(self) -> Tensor:
         """(out, in): a copy of the original, or the original itself where another module shares it."""
-        return self._packed.unpack() if self._shared_weight is None else self._shared_weight
+        return self._original if isinstance(self._original, nn.Parameter) else self._packed.unpack()
 
     def forward(self, x: Tensor) -> Tensor:
+        packed = self.__dict__.get("_packed")
+        if packed is None:  # unpacked by another thread between the call and here
+            return nn.Linear.forward(self, x)
         linear = skinny_linear if torch.is_grad_enabled() else run_packed  # only the first refuses gradients
-        return linear(x, self._packed, self.bias)
+        return linear(x, packed, self.bias)
+
+    def _fresh(self) -> nn.Parameter:
+        """The parameter that the layer has when it is not packed."""
+        if isinstance(self._original, nn.Parameter):
+            return self._original
+        return nn.Parameter(self._packed.unpack(), requires_grad=self._original)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         destination[prefix + "weight"] = self.weight.detach()
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args, **kwargs) -> None:
-        raise RuntimeError("the layer's weight is packed: unpack the model before loading into it (restore())")
+        unpack_layer(self)
+        self._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, function, recurse=True):
         sample = torch.empty(0, dtype=self._packed.data.dtype)
         moved = function(sample)
-        if moved.dtype != sample.dtype or moved.device != sample.device:
-            raise RuntimeError("the layer's weight is packed: unpack the model before moving or casting it (restore())")
-        return super()._apply(function, recurse)
+        if moved.dtype == sample.dtype and moved.device == sample.device:
+            return super()._apply(function, recurse)
+        unpack_layer(self)
+        return self._apply(function, recurse)
+
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles are of the original layer."""
+        state = {key: value for key, value in self.__dict__.items() if key not in ("_packed", "_original")}
+        state["_parameters"] = {**self._parameters, "weight": self._fresh()}
+        return blank, (nn.Linear,), state
+
+
+def pack_layer(layer: nn.Linear, shared: bool) -> None:
+    """Pack one layer; with ``shared`` its parameter is kept beside the packed form."""
+    parameter = layer._parameters["weight"]
+    original = parameter if shared else parameter.requires_grad
+    layer.__dict__.update(_packed=PackedWeight.pack(parameter.data), _original=original)
+    layer.__class__ = PackedLinear
+    layer._parameters["weight"] = None  # the name keeps its place in the order of parameters
+
+
+def unpack_layer(layer: PackedLinear) -> None:
+    """The layer as before `pack_layer`, bit for bit."""
+    layer._parameters["weight"] = layer._fresh()
+    layer.__class__ = nn.Linear
+    del layer.__dict__["_packed"], layer.__dict__["_original"]
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, weight) of all parameters of ``model``, those of packed layers included."""
+    """(name, weight) of all parameters of ``model``, those of packed layers included, unpacked one at a time."""
     for prefix, module in model.named_modules():
-        own = dict(module.named_parameters(recurse=False))
+        yield from module.named_parameters(prefix, recurse=False)
         if isinstance(module, PackedLinear):
-            own["weight"] = module.weight
-        for name, weight in own.items():
-            yield (f"{prefix}.{name}" if prefix else name), weight
-
-
-def _pack_layer(layer: nn.Linear, shared: bool) -> None:
-    parameter = layer._parameters["weight"]
-    packed = PackedWeight.pack(parameter.data)
-    del layer._parameters["weight"]
-    # In the instance's dictionary, out of reach of `parameters()`: the packed form is not a parameter.
-    layer.__dict__.update(_packed=packed, _parameter=parameter, _shared_weight=parameter if shared else None)
-    layer.__class__ = PackedLinear
-    if not shared:
-        parameter.data = parameter.data.new_empty(0)
-
-
-def _unpack_layer(layer: PackedLinear) -> None:
-    parameter = layer.__dict__["_parameter"]
-    if layer._shared_weight is None:
-        parameter.data = layer._packed.unpack()
-    layer.__class__ = nn.Linear
-    for name in ("_packed", "_parameter", "_shared_weight"):
-        del layer.__dict__[name]
-    bias = layer._parameters.pop("bias")
-    layer._parameters.update(weight=parameter, bias=bias)  # in the order of a fresh layer
+            yield (f"{prefix}.weight" if prefix else "weight"), module.weight
 
 
 def packable(model: nn.Module) -> bool:
     """Whether the model's device and dtype have packed kernels; see `CannotPack` for what else can be in the way."""
-    weight = model.get_output_embeddings().weight
-    return weight.device.type == "cpu" and weight.dtype in DTYPES
+    weight = model.get_input_embeddings().weight
+    return weight.device.type == "cpu" and weight.dtype in FLOATS
 
 
 class CannotPack(ValueError):
@@ -91,15 +107,17 @@ class CannotPack(ValueError):
 def _check(name: str, layer: nn.Linear) -> None:
     weight = layer.weight
     reasons = {
+        "its weight is not a plain parameter": type(weight) is not nn.Parameter or type(weight.data) is not Tensor,
         "its weight has a gradient": weight.grad is not None,
         "it has hooks": bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks),
+        "its forward is replaced": "forward" in layer.__dict__,
         "its weight is parametrised": hasattr(layer, "parametrizations"),
-        f"its weight is {weight.dtype}, not float32 or bfloat16": weight.dtype not in DTYPES,
+        f"its weight is {weight.dtype}, not float32 or bfloat16": weight.dtype not in FLOATS,
         f"its weight is on {weight.device}": weight.device.type != "cpu",
     }
     for reason, holds in reasons.items():
         if holds:
-            raise CannotPack(f"cannot pack {name}: {reason}")
+            raise CannotPack(f"cannot pack {name}: {reason} (decode without packing)")
 
 
 class Packing:
@@ -114,22 +132,19 @@ class Packing:
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise CannotPack("cannot pack a model with adapters (PEFT): merge them into the weights first")
         self.holders = 0
-        self.layers: list[nn.Linear] = []
+        self.layers: list[nn.Module] = []
         self.norms: list[nn.Module] = []
         self.extra_bytes = 0
         names = {module: name for name, module in model.named_modules()}
         wanted = {layer: None for root in roots for layer in root.modules() if type(layer) is nn.Linear}
-        users: dict[int, int] = {}
-        for module in names:
-            for parameter in module._parameters.values():
-                if parameter is not None:
-                    users[id(parameter)] = users.get(id(parameter), 0) + 1
         for layer in wanted:
             _check(names.get(layer) or type(layer).__name__, layer)
+        parameters = (p for module in names for p in module._parameters.values() if p is not None)
+        users = Counter(parameter.data_ptr() for parameter in parameters)
         try:
             for layer in wanted:
-                shared = users[id(layer._parameters["weight"])] > 1
-                _pack_layer(layer, shared)
+                shared = users[layer.weight.data_ptr()] > 1
+                pack_layer(layer, shared)
                 self.layers.append(layer)
                 self.extra_bytes += layer._packed.data.nbytes if shared else 0
             for norm in {norm: None for root in roots for norm in plain_norms(root)}:
@@ -140,15 +155,35 @@ class Packing:
             raise
 
     def restore(self) -> None:
-        """Every layer as it was, bit for bit."""
+        """Every layer as it was, bit for bit; a layer that was unpacked on the way stays as it is."""
         while self.norms:
-            slow(self.norms.pop())
+            slow(self.norms[-1])
+            self.norms.pop()
         while self.layers:
-            _unpack_layer(self.layers.pop())
+            if isinstance(self.layers[-1], PackedLinear):
+                unpack_layer(self.layers[-1])
+            self.layers.pop()
 
 
 _LOCK = threading.Lock()
 _PACKINGS: WeakKeyDictionary[nn.Module, Packing] = WeakKeyDictionary()
+# Models whose owner is gone, one entry an owner. The garbage collector may run while its own thread holds the lock: it
+# only leaves a note here, and whoever holds the lock reads the notes.
+_GIVEN_UP: deque[nn.Module] = deque()
+
+
+def _read_notes(wait: bool) -> None:
+    while _GIVEN_UP and _LOCK.acquire(blocking=wait):
+        try:
+            while _GIVEN_UP:
+                packing = _PACKINGS[_GIVEN_UP[0]]
+                if packing.holders == 1:
+                    packing.restore()
+                    del _PACKINGS[_GIVEN_UP[0]]
+                packing.holders -= 1
+                _GIVEN_UP.popleft()
+        finally:
+            _LOCK.release()
 
 
 class PackedModels:
@@ -170,19 +205,15 @@ class PackedModels:
                 if packing is None:
                     packing = _PACKINGS[model] = Packing(model, roots)
                 packing.holders += 1
+                self._models.append(model)
+                self.extra_bytes += packing.extra_bytes
         except BaseException:
             self.restore()
             raise
-        self._models.append(model)
-        self.extra_bytes += packing.extra_bytes
+        _read_notes(wait=False)
 
-    def restore(self) -> None:
-        """Give up all models; harmless when called again."""
+    def restore(self, wait: bool = True) -> None:
+        """Give up all models; harmless when called again. Without ``wait`` a busy other thread does it a bit later."""
         while self._models:
-            model = self._models.pop()
-            with _LOCK:
-                packing = _PACKINGS[model]
-                packing.holders -= 1
-                if not packing.holders:
-                    del _PACKINGS[model]
-                    packing.restore()
+            _GIVEN_UP.append(self._models.pop())
+        _read_notes(wait)

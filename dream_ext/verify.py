@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from dream_ext.ops._border import FLOATS
 from dream_ext.ops.tree_attention import TreeAttentionPlan
 from dream_ext.targets.adapter import TargetAdapter
-from dream_ext.targets.attention import tree_route
+from dream_ext.targets.attention import is_stock_sdpa, tree_route
 from dream_ext.tree import Tree
 
 
@@ -33,9 +34,10 @@ def tree_mask(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> Tensor | di
 def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContextManager:
     """Inside, the target's layers attend to the tree by `tree_attention`, where that has a kernel.
 
-    Elsewhere (other devices, float16, float64) they use the target's own implementation with the mask of `tree_mask`.
+    Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA) they use the
+    target's own with the mask of `tree_mask`.
     """
-    if adapter.device.type != "cpu" or adapter.dtype not in (torch.float32, torch.bfloat16):
+    if adapter.device.type != "cpu" or adapter.dtype not in FLOATS or not is_stock_sdpa(adapter):
         return nullcontext()
     length, padding = prefix.numel(), None
     if not prefix.all():
@@ -44,7 +46,6 @@ def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContex
     return tree_route(adapter, plan)
 
 
-@torch.inference_mode()
 def verify(
     adapter: TargetAdapter,
     tree: Tree,
@@ -62,8 +63,7 @@ def verify(
         plain_head: the outer model adds nothing to the head, see `TargetAdapter.head_is_plain`.
         feature_layers: layers whose outputs the drafter reads beside the last feature.
     Returns:
-        logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`: inference
-        tensors, which a caller copies before anybody may write into them.
+        logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`.
     """
     device = adapter.device
     inputs = {

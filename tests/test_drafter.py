@@ -292,11 +292,14 @@ def test_bind_shares_or_gathers_the_head():
     adapter = fake_adapter(config, torch.float32, bias=True)
     full = make(config, torch.float32)
     full.bind(adapter)
-    assert full._head.score is adapter.lm_head
+    seen = adapter.lm_head.register_forward_hook(lambda *_: pytest.fail("a draft ran the hooks of the head"))
     part = make(replace(config, draft_vocab_size=5), torch.float32)
     part.draft_vocab = torch.tensor([1, 4, 9, 50, 96])
     part.bind(adapter)
     hidden = torch.randn(3, config.hidden_size)
+    scores = full.logits(hidden)
+    seen.remove()
+    torch.testing.assert_close(scores, adapter.lm_head(hidden))
     torch.testing.assert_close(part.logits(hidden), full.logits(hidden)[:, part.draft_vocab])
     assert "lm_head" not in " ".join(part.state_dict())
     with pytest.raises(ValueError, match="hidden size"):

@@ -178,3 +178,31 @@ def test_what_cannot_be_exact_is_refused():
         answer(decoder, inputs)
     with pytest.raises(UnsupportedTarget, match="the model inside"):
         Decoder(torch.nn.Sequential(model), random_drafter(model))
+
+
+def test_somebodys_own_attention_function_is_used_in_every_forward():
+    """Catches a verify forward that computes stock attention where the target has another."""
+    model, inputs = build_llama()
+    stock, own = ALL_ATTENTION_FUNCTIONS["sdpa"], ALL_ATTENTION_FUNCTIONS._local_mapping
+
+    def steered(module, query, key, value, mask, **kwargs):
+        out, weights = stock(module, query, key, value, mask, **kwargs)
+        return out * 1.5, weights
+
+    drafter, before = random_drafter(model), dict(own)
+    stock_answer = answer(model, inputs)
+    own["sdpa"] = steered
+    try:
+        want = answer(model, inputs)
+        assert torch.equal(answer(Decoder(model, drafter, tree=SHAPE), inputs), want)
+        assert not torch.equal(want, stock_answer)
+    finally:
+        own.clear()
+        own.update(before)
+
+
+def test_autocast_is_refused():
+    model, inputs = build_llama()
+    decoder = Decoder(model, random_drafter(model))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedMode, match="autocast"):
+        answer(decoder, inputs)

@@ -1,6 +1,8 @@
-"""The noise of sampling: what multinomial would draw, seen in advance, and never drawn twice or skipped."""
+"""The noise of sampling: what multinomial will draw, seen in advance, and drawn by nobody but multinomial."""
 
 from __future__ import annotations
+
+import threading
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tiny import build_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dream_ext import Decoder, TreeShape
-from dream_ext.noise import Noise, Sampler
+from dream_ext.noise import Sampler
 
 CPU = torch.device("cpu")
 
@@ -23,30 +25,47 @@ def plain(scores, seed):
 
 @pytest.mark.parametrize("size", [7, 4096])
 def test_choices_and_generator_are_those_of_multinomial(size):
-    """Catches noise used twice or out of order, and a generator left where the look ahead put it."""
+    """Catches a forecast that moves the generator."""
     scores = torch.randn(30, 1, size, generator=torch.Generator().manual_seed(0)) * 3
     want, state = plain(scores, 11)
     torch.manual_seed(11)
     sampler, got = Sampler(CPU), []
     for step, row in enumerate(scores):
-        for ahead in (2, step % 5):
-            before = torch.get_rng_state()
-            sampler.noise.look(ahead, size)
-            assert torch.equal(torch.get_rng_state(), before)
+        sampler.forecast(step % 5, size)
         got.append(int(sampler(row)))
     assert got == want and torch.equal(torch.get_rng_state(), state)
 
 
-def test_noise_is_drawn_anew_when_somebody_else_has_drawn():
-    """Catches noise from before a processor of the user's drew numbers of its own."""
-    torch.manual_seed(5)
-    torch.rand(3)
-    want = torch.empty(1, 9).exponential_()
-    torch.manual_seed(5)
-    noise = Noise(CPU)
-    early = noise.look(2, 9)
-    torch.rand(3)
-    assert torch.equal(noise.take(9), want) and not torch.equal(early, want)
+@pytest.mark.parametrize("size", [7, 4096])
+def test_the_forecast_comes_true(size):
+    """Catches the noise of another step, and noise from before somebody else drew."""
+    p = torch.softmax(torch.randn(1, size, generator=torch.Generator().manual_seed(0)), -1)
+    torch.manual_seed(4)
+    sampler = Sampler(CPU)
+    for draws in (0, 1, 0, 3):
+        sampler.forecast(2, size)
+        torch.rand(draws)
+        ahead = [sampler.forecast(step, size) for step in range(3)]
+        assert [int((p / noise).argmax()) for noise in ahead] == [int(sampler(p.log())) for _ in range(3)]
+
+
+def test_a_forecast_disturbs_no_other_thread():
+    """Catches a default generator that is wound back while somebody else draws from it."""
+    sampler, done, seen = Sampler(CPU), threading.Event(), []
+
+    def draw():
+        while not done.is_set():
+            seen.append(float(torch.rand(())))
+
+    torch.manual_seed(8)
+    thread = threading.Thread(target=draw)
+    thread.start()
+    for _ in range(300):
+        sampler.forecast(3, 64)
+    done.set()
+    thread.join()
+    torch.manual_seed(8)
+    assert seen == [float(torch.rand(())) for _ in seen]
 
 
 class DrawsItself(LogitsProcessor):
@@ -94,6 +113,5 @@ def test_scores_without_a_distribution_are_refused_as_by_multinomial():
 def test_noise_that_is_zero_breaks_no_draft():
     """Catches an infinite score: the generator may return exactly 0."""
     sampler = Sampler(CPU)
-    noise = sampler.noise.look(0, 4)
-    noise[0, 2] = 0.0
+    sampler.forecast(0, 4)[2] = 0.0
     assert sampler.draft_scores(torch.zeros(1, 4), 1, None, 4).isfinite().all()

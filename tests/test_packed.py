@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import threading
+import weakref
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from conftest import random_drafter
 from tiny import build_llama, build_llava
 from torch import nn
 
-from dream_ext import Decoder, TreeShape, attach
+from dream_ext import Decoder, TreeShape, attach, packed
 from dream_ext.norms import plain_norms, quicken, slow
 from dream_ext.packed import CannotPack, PackedLinear, named_weights
 from dream_ext.targets.fingerprint import fingerprint
@@ -57,14 +60,15 @@ def test_same_text_and_original_weights(tied):
 
 
 def test_packed_weights_are_not_kept_twice():
-    """Catches an original that stays in memory beside its packed form."""
+    """Catches an original that stays in memory beside its packed form, and one freed under somebody who holds it."""
     model, _ = build_llama()
     layer = model.model.layers[0].mlp.up_proj
-    parameter = layer.weight
+    gone, held = weakref.ref(layer.weight), model.model.layers[0].mlp.down_proj.weight
+    before = held.clone()
     decoder = Decoder(model, random_drafter(model), pack=True)
-    assert parameter.numel() == 0 and layer._packed.data.numel() >= 64 * 128
+    assert gone() is None and torch.equal(held, before)
     decoder.restore()
-    assert layer.weight is parameter and parameter.numel() == 64 * 128
+    assert layer.weight.requires_grad and list(dict(layer.named_parameters())) == ["weight"]
 
 
 def test_saving_a_packed_model(tmp_path):
@@ -74,11 +78,41 @@ def test_saving_a_packed_model(tmp_path):
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert same(bits(again), before) and torch.equal(again.generate(**inputs, max_new_tokens=8), plain)
-    with pytest.raises(RuntimeError, match="restore"):
-        model.load_state_dict(before)
-    with pytest.raises(RuntimeError, match="restore"):
-        model.to(torch.float64)
+    decoder.restore()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_whoever_changes_the_weights_gets_the_layers_back(tied):
+    """Catches a packed layer that keeps old weights, or one dtype, under a model that has moved on."""
+    model, inputs = build_llama(tie_word_embeddings=tied)
+    other, _ = build_llama(seed=5, tie_word_embeddings=tied)
+    drafter = random_drafter(model)
+    decoder = Decoder(model, drafter, pack=True)
     model.to("cpu")
+    assert packed_layers(model)
+    model.load_state_dict(other.state_dict())
+    assert not packed_layers(model) and same(bits(model), bits(other))
+    want = other.generate(**inputs, max_new_tokens=8)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=8), want)
+    assert torch.equal(decoder.generate(**inputs, max_new_tokens=8), want)
+    decoder.restore()
+    decoder = Decoder(model, drafter, pack=True, check_target=False)
+    model.double()
+    assert not packed_layers(model) and {p.dtype for p in model.parameters()} == {torch.float64}
+    decoder.restore()
+    assert not quick_norms(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_copies_and_pickles_are_of_the_original(tied):
+    """Catches a copy that stays packed for ever, has no parameters, or has lost the tie of its head."""
+    model, inputs = build_llama(tie_word_embeddings=tied)
+    before, plain = bits(model), model.generate(**inputs, max_new_tokens=8)
+    decoder = Decoder(model, random_drafter(model), pack=True)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not packed_layers(again) and not quick_norms(again) and same(bits(again), before)
+        assert (again.lm_head.weight is again.get_input_embeddings().weight) == tied
+        assert torch.equal(again.generate(**inputs, max_new_tokens=8), plain)
     decoder.restore()
 
 
@@ -107,12 +141,47 @@ def test_attach_restores_after_an_exception():
     assert not packed_layers(model) and same(bits(model), before)
 
 
-def test_a_copy_of_a_packed_model_answers_alike():
+def test_a_collected_decoder_waits_for_nobody():
+    """Catches a finalizer that blocks on the lock of its own thread: the collector may run while layers are packed."""
+    model, _ = build_llama()
+    drafter, before, collected = random_drafter(model), bits(model), []
+    old = Decoder(model, drafter, pack=True)
+    old.myself = old
+    other, _ = build_llama(seed=1)
+    original = packed.PackedWeight.pack
+
+    def pack(weight):
+        if not collected:
+            collected.append(gc.collect())
+        return original(weight)
+
+    del old
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed.PackedWeight, "pack", staticmethod(pack))
+        new = Decoder(other, random_drafter(other), pack=True)
+    assert collected and not packed_layers(model) and same(bits(model), before) and packed_layers(other)
+    new.restore()
+
+
+def test_packing_while_another_thread_decodes():
+    """Catches a layer that is half packed, or half unpacked, when another thread runs it."""
     model, inputs = build_llama()
-    plain = model.generate(**inputs, max_new_tokens=8)
-    decoder = Decoder(model, random_drafter(model), pack=True)
-    assert torch.equal(copy.deepcopy(model).generate(**inputs, max_new_tokens=8), plain)
-    decoder.restore()
+    plain, done, errors = model.generate(**inputs, max_new_tokens=30), threading.Event(), []
+
+    def decode():
+        try:
+            while not done.is_set():
+                assert torch.equal(model.generate(**inputs, max_new_tokens=30), plain)
+        except Exception as error:
+            errors.append(error)
+
+    drafter, thread = random_drafter(model), threading.Thread(target=decode)
+    thread.start()
+    for _ in range(12):
+        Decoder(model, drafter, pack=True, check_target=False).restore()
+    done.set()
+    thread.join()
+    assert not errors, errors
 
 
 def test_same_seed_same_sampled_text():
@@ -140,6 +209,9 @@ def test_refusals_leave_everything_as_it_was():
     hook = layer.register_forward_hook(lambda *_: None)
     refused("hooks")
     hook.remove()
+    layer.forward = layer.forward
+    refused("its forward is replaced")
+    del layer.forward
     object.__setattr__(layer, "base_layer", nn.Identity())  # how an adapter shows, without its weights
     refused("PEFT")
     del layer.base_layer

@@ -52,6 +52,13 @@ static Head view_head(const TreeAttention& call, int64_t index, float* memory) {
   return head;
 }
 
+// The first prefix slot in the window of a node. Clamped, so that no value overflows.
+static int32_t first_slot(const TreeAttention& call, int64_t b, int64_t node) {
+  const int64_t length = call.lengths[b], depth = call.depth[b * call.nodes + node];
+  const int64_t from = length + least(depth < 0 ? 0 : depth, 64) - least(call.window, length + 65) + 1;
+  return static_cast<int32_t>(from < 0 ? 0 : least(from, length));
+}
+
 template <class T>
 static void pack_head(const TreeAttention& call, int64_t index, const Head& head) {
   const int64_t b = index / call.kv_heads, kv = index % call.kv_heads, groups = call.heads / call.kv_heads;
@@ -63,8 +70,7 @@ static void pack_head(const TreeAttention& call, int64_t index, const Head& head
     for (int64_t d = 0; d < call.head_dim; ++d) head.q[d * head.lanes + r] = scalar(row + d) * call.scale;
     const uint64_t bits = call.ancestors[b * call.nodes + node];
     for (int64_t j = 0; j < call.tree; ++j) sees[j * head.lanes + r] = bits >> j & 1 ? -1 : 0;
-    const int64_t from = call.window ? call.lengths[b] + call.depth[b * call.nodes + node] - call.window + 1 : 0;
-    first[r] = static_cast<int32_t>(from > 0 ? from : 0);
+    first[r] = call.window ? first_slot(call, b, node) : 0;
   }
 }
 
@@ -121,7 +127,22 @@ DREAM_INLINE void mix_rows(const float* weights, int64_t lanes, const float* val
   }
 }
 
+static bool all_finite(const float* values, int64_t size) {
+  floats zero{};  // inf - inf and NaN - NaN are NaN
+  for (int64_t i = 0; i < size; i += kLanes) zero += load(values + i) - load(values + i);
+  return hsum(zero) == 0.f;
+}
+
+// A hidden slot has weight zero; what it holds must not matter, and 0 x inf is NaN.
+static void mix_visible(const Head& head, const float* weights, const float* values, int64_t count, float* mixed) {
+  for (int64_t r = 0; r < head.rows; ++r)
+    for (int64_t j = 0; j < count; ++j)
+      if (const float weight = weights[j * head.lanes + r]; weight != 0.f)
+        for (int64_t d = 0; d < head.width; ++d) mixed[r * head.width + d] += weight * values[j * head.width + d];
+}
+
 static void mix_block(const Head& head, const float* weights, const float* values, int64_t count, float* mixed) {
+  if (!all_finite(values, count * head.width)) return mix_visible(head, weights, values, count, mixed);
   constexpr int kRows = kVecs == 4 ? 4 : 2;
   int64_t r = 0;
   for (; r + kRows <= head.rows; r += kRows)

@@ -73,6 +73,8 @@ class TreeAttentionPlan:
         if depth is not None:
             border.tensor("depth", depth, INT64, "batch", "nodes")
             depth = depth.contiguous()
+            if window and depth.numel() and not 0 <= int(depth.min()) <= int(depth.max()) <= MAX_NODES:
+                raise border.refuse("depth", f"values in [0, {MAX_NODES}]", depth.tolist())
         elif window:
             raise border.refuse("depth", "the depth of every node, because there is a window", None)
         self._lengths, self._tree = lengths.contiguous(), tree

@@ -60,6 +60,7 @@ class TargetAdapter:
         self.decoder = model.get_decoder()
         self.embed = model.get_input_embeddings()
         self.lm_head = model.get_output_embeddings()
+        self._vocab_size = self.lm_head.weight.shape[0]
         self.layers = self.decoder.layers
         self.layer_types = getattr(self.text_config, "layer_types", None) or ["full_attention"] * len(self.layers)
         self.window = getattr(self.text_config, "sliding_window", None)
@@ -94,15 +95,15 @@ class TargetAdapter:
     @property
     def vocab_size(self) -> int:
         """Rows of the LM head; may exceed the tokenizer's vocabulary."""
-        return self.lm_head.weight.shape[0]
+        return self._vocab_size
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.lm_head.weight.dtype
+        return self.embed.weight.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.lm_head.weight.device
+        return self.embed.weight.device
 
     def visual_mask(self, input_ids: Tensor) -> Tensor:
         """Bool tensor of the shape of `input_ids`: which positions hold picture or video features."""

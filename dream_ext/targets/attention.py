@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext.ops.tree_attention import TreeAttentionPlan
@@ -37,6 +38,10 @@ _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("dream_ext_attention_wa
 _TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_ext_tree_attention", default=None)
 
 
+# What an attention function may be asked for beside softmax(scale q k^T + mask) v. A layer that asks gets the original.
+_EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
 class _Entry:
     """An attention function that serves this context's watchers and tree, else does what was done before."""
 
@@ -50,7 +55,7 @@ class _Entry:
             if module.config is watcher.config and module.layer_idx in watcher.layers:
                 watcher.visit(module.layer_idx, query, key, scale)
         tree = _TREE.get()
-        if tree is not None and module.config is tree[0]:
+        if tree is not None and module.config is tree[0] and not any(kwargs.get(name) is not None for name in _EXTRAS):
             return tree[1](query, key, value, scale), None
         original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -116,6 +121,13 @@ def capture_attention(adapter: TargetAdapter, layers: Iterable[int]) -> Iterator
     captured: dict[int, tuple[Tensor, Tensor]] = {}
     with watch_attention(adapter, layers, lambda layer, q, k, _scale: captured.__setitem__(layer, (q, k))):
         yield captured
+
+
+def is_stock_sdpa(adapter: TargetAdapter) -> bool:
+    """Whether the target's attention is transformers' own SDPA function, not one that somebody put in its place."""
+    name = adapter.text_config._attn_implementation
+    entry = ALL_ATTENTION_FUNCTIONS.get(name)
+    return name == "sdpa" and (entry.original if isinstance(entry, _Entry) else entry) is sdpa_attention_forward
 
 
 @contextmanager

@@ -27,8 +27,8 @@ def fingerprint(model: nn.Module) -> str:
     last = head.shape[0] - 1
     rows = [index * last // (ROWS - 1) for index in range(ROWS)]
     sample = [("lm_head", head[rows])]
-    for name, weight in sorted(named_weights(model.get_decoder())):
-        sample.append((name, weight if weight.ndim < 2 else weight[weight.shape[0] // 2]))
+    middle = ((name, w if w.ndim < 2 else w[w.shape[0] // 2].clone()) for name, w in named_weights(model.get_decoder()))
+    sample += sorted(middle, key=lambda item: item[0])
     digest = hashlib.sha256()
     for name, part in sample:
         digest.update(f"{name} {tuple(part.shape)}".encode())

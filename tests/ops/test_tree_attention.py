@@ -87,7 +87,7 @@ def test_a_node_is_as_blind_as_its_mask():
     padding[:, :2] = False
     before = tree_attention(q, k, v, lengths, ancestors, 3, 0.5, padding=padding)
     k[:, :, :2], v[:, :, :2], k[:, :, 12:], v[:, :, 12:] = (float("nan"),) * 4
-    k[:, :, 11], v[:, :, 11] = 50.0, 1e6
+    k[:, :, 11], v[:, :, 11] = 50.0, float("inf")
     after = tree_attention(q, k, v, lengths, ancestors, 3, 0.5, padding=padding)
     assert torch.equal(before[:, :2], after[:, :2]) and not torch.equal(before[:, 2], after[:, 2])
 
@@ -133,6 +133,8 @@ def test_refusals(monkeypatch):
     refuses(lambda: tree_attention(*change(4, arguments[4][:, :3])), "q", "nodes=3")
     refuses(lambda: tree_attention(*change(5, 65)), "tree", "[0, 64]", "65")
     refuses(lambda: tree_attention(*arguments, window=3), "depth", "window")
+    deep = torch.full((2, 4), 65)
+    refuses(lambda: tree_attention(*arguments, window=3, depth=deep), "depth", "[0, 64]")
     refuses(lambda: tree_attention(*change(2, arguments[2].bfloat16())), "v", "float32", kind=TypeError)
     refuses(lambda: tree_attention(*change(0, arguments[0].clone().requires_grad_())), "q", "torch.no_grad")
     on_meta = [a.to("meta") if torch.is_tensor(a) else a for a in arguments]

@@ -15,7 +15,7 @@ struct TreeAttention {
   const int64_t* lengths;     // (batch) prefix slots; 0 <= length, length + tree <= slots
   const uint64_t* ancestors;  // (batch, nodes) bit j: the node sees tree slot j (its own included); tree <= 64
   const uint8_t* padding;     // (batch, slots) 0 = hidden from every node; null = nothing is hidden
-  const int64_t* depth;       // (batch, nodes) place of each node behind the prefix; read only with a window
+  const int64_t* depth;       // (batch, nodes) place of each node behind the prefix, 0 .. 64; read only with a window
   int64_t window;             // a node sees prefix slot j iff j > length + depth - window; 0 = all. Tree slots: ancestors alone
   float scale;
   void* out;                  // (batch, nodes, heads, head_dim) dtype, contiguous; a node that sees nothing gets zeros
