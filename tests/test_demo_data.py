@@ -13,6 +13,7 @@ from dream_make.data.scenes import scene
 from dream_make.data.sources import Subject, is_held_out, load_subjects
 from dream_make.data.texts import text_picture
 from dream_make.packing import FOCUS_WEIGHT, pack_turns
+from dream_make.target_eval import choice_by_likelihood, multiple_choice
 from PIL import Image
 from tiny import narrow_llama
 
@@ -67,6 +68,45 @@ def test_prompts_are_split_without_overlap():
     assert len(set(prompts.HELD_OUT)) == len(prompts.HELD_OUT) >= 20
     assert not {p.lower() for p in prompts.TRAIN} & {p.lower() for p in prompts.HELD_OUT}
     assert not any("{" in p for p in prompts.TRAIN + prompts.HELD_OUT)
+
+
+def test_only_the_first_mention_of_a_name_weighs_more():
+    """Catches weights that teach a long answer to say the name again and again."""
+    packed = pack_turns(Pack("text", None, [Turn("?", "apple, apple", ("apple",))]), encode, 0)
+    weights = packed.weights[packed.labels >= 0].tolist()
+    assert weights == [FOCUS_WEIGHT] * 5 + [1.0] * 8
+
+
+class Knows:
+    """Stands for a target that prefers the answer with the given name, however likely or lettered."""
+
+    def __init__(self, right):
+        self.right, self.asked = right, []
+
+    def likelihood(self, image, question, answers):
+        self.asked.append(answers)
+        return [-1.0 if self.right[image] in answer else -2.0 for answer in answers]
+
+    def ask(self, pairs, new):
+        names = [(self.right[image], question) for image, question in pairs]
+        return [question[question.index(") " + name) - 1] for name, question in names]
+
+    def text(self, ids):
+        return ids
+
+
+def test_four_way_choice_counts_what_is_right():
+    """Catches options without the right name, a right name that always comes first, and misses counted as hits."""
+    labelled = [(i, f"thing{i:02}") for i in range(30)]
+    asker = Knows(dict(labelled))
+    assert choice_by_likelihood(asker, labelled) == {"accuracy": 1.0, "count": 30}
+    assert multiple_choice(asker, labelled)["accuracy"] == 1.0
+    firsts = sum(
+        options[0].lower().endswith(f"{name}.") for options, (_, name) in zip(asker.asked, labelled, strict=True)
+    )
+    assert all(len(set(options)) == 4 for options in asker.asked) and 0 < firsts < 30
+    wrong = Knows({i: f"thing{(i + 1) % 30:02}" for i in range(30)})
+    assert choice_by_likelihood(wrong, labelled)["accuracy"] < 0.5
 
 
 def fake_subjects(folder: Path, count=60):

@@ -19,6 +19,7 @@ from transformers import LlavaForConditionalGeneration
 from dream_ext import demo_build
 from dream_make.data import prompts
 from dream_make.data.mixture import LETTERS, choice_question
+from dream_make.data.scenes import article
 from dream_make.data.sources import photo_subjects
 
 BATCH = 20
@@ -59,15 +60,50 @@ class Asker:
     def text(self, ids: list[int]) -> str:
         return self.processor.tokenizer.decode(ids)
 
+    @torch.inference_mode()
+    def likelihood(self, image: Image.Image, question: str, answers: list[str]) -> list[float]:
+        """Mean log-likelihood per token of each answer to the question."""
+        chat = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
+        inputs = self.processor.apply_chat_template(
+            [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        prompt = self.model(**inputs, use_cache=True, logits_to_keep=1)
+        length, found = inputs["input_ids"].shape[1], []
+        for answer in answers:
+            ids = torch.tensor([self.processor.tokenizer.encode(answer, add_special_tokens=False)])
+            out = self.model(input_ids=ids, past_key_values=prompt.past_key_values, use_cache=True)
+            logits = torch.cat([prompt.logits[0, -1:], out.logits[0, :-1]]).float()
+            found.append(float(torch.log_softmax(logits, -1).gather(1, ids[0][:, None]).mean()))
+            prompt.past_key_values.crop(length - prompt.past_key_values.get_seq_length())
+        return found
+
+
+def four_names(labelled: list[tuple[Image.Image, str]], seed: int) -> list[list[str]]:
+    """For each picture its name and three others of the set, shuffled."""
+    rng, names = random.Random(seed), sorted({name for _, name in labelled})
+    options = [[name, *rng.sample([other for other in names if other != name], 3)] for _, name in labelled]
+    for row in options:
+        rng.shuffle(row)
+    return options
+
+
+def choice_by_likelihood(asker: Asker, labelled: list[tuple[Image.Image, str]], seed: int = 1) -> dict:
+    """4-way choice: which of four names is the likeliest answer to the question for a name. Chance is 0.25."""
+    right = []
+    for (image, name), options in zip(labelled, four_names(labelled, seed), strict=True):
+        named = [article(option) for option in options]
+        scores = asker.likelihood(
+            image, prompts.TASKS["name"][0], [text[:1].upper() + text[1:] + "." for text in named]
+        )
+        right.append(options[max(range(4), key=scores.__getitem__)] == name)
+    return {"accuracy": sum(right) / len(right), "count": len(right)}
+
 
 def multiple_choice(asker: Asker, labelled: list[tuple[Image.Image, str]], seed: int = 1) -> dict:
-    """4-way choice among the labels of the set; right is an answer that starts with the letter or is the name. Chance
-    is 0.25."""
-    rng, pairs, right_letters = random.Random(seed), [], []
-    names = sorted({name for _, name in labelled})
-    for image, name in labelled:
-        options = [name, *rng.sample([other for other in names if other != name], 3)]
-        rng.shuffle(options)
+    """4-way choice by the letter that the answer starts with. Chance is 0.25."""
+    pairs, right_letters = [], []
+    for (image, name), options in zip(labelled, four_names(labelled, seed), strict=True):
         pairs.append((image, choice_question(options)))
         right_letters.append(LETTERS[options.index(name)])
     answers = [asker.text(ids).strip() for ids in asker.ask(pairs, 12)]
@@ -122,11 +158,13 @@ def main() -> None:
         rows = json.loads(arguments.labels.read_text())[: arguments.limit]
         labelled = [(Image.open(row["image"]).convert("RGB"), row["name"]) for row in rows]
         report["labelled"] = multiple_choice(asker, labelled)
+        report["labelled_by_likelihood"] = choice_by_likelihood(asker, labelled)
         images += [image for image, _ in labelled]
     if arguments.photos:
         held = [s for s in photo_subjects(arguments.photos) if s.held_out][: arguments.limit]
         labelled = [(Image.open(s.path).convert("RGB"), s.name) for s in held]
         report["held_out_photos"] = multiple_choice(asker, labelled)
+        report["held_out_photos_by_likelihood"] = choice_by_likelihood(asker, labelled)
         report["named"] = [
             [name, asker.text(ids)]
             for (_, name), ids in zip(
