@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -25,6 +25,7 @@ from .drafter_folder import write_atomic
 from .loading import UserError
 from .packed import PackedModels, packable
 from .parting import Judge, teacher_logits
+from .policy import tree_option
 from .timing import Answer, timed_answer
 
 WARM_UP_TOKENS = 12
@@ -38,12 +39,12 @@ IDENTITY_METHODS = ("plain", "dream")
 
 @dataclass(frozen=True)
 class Method:
-    """One way of decoding. `tree` is (width, depth, nodes), `None` for methods without our decoder; `pack` as for
-    `Decoder`, where the weights can be packed."""
+    """One way of decoding. `tree` is (width, depth, nodes), "suited" for the tree of this machine, `None` for methods
+    without our decoder; `pack` as for `Decoder`, where the weights can be packed."""
 
     name: str
     pack: bool = False
-    tree: tuple[int, int, int] | None = None
+    tree: tuple[int, int, int] | Literal["suited"] | None = None
     visual_ratio: float | None = None
     lookup: int | None = None
 
@@ -58,10 +59,10 @@ METHODS = {
         Method("plain"),
         Method("plain_packed", pack=True),
         Method("prompt_lookup", lookup=LOOKUP_TOKENS),
-        Method("dream", pack=True, tree=(4, 3, 8)),
+        Method("dream", pack=True, tree="suited"),
         Method("dream_unpacked", tree=(4, 3, 8)),
         Method("dream_tau", pack=True, tree=(4, 5, 16)),
-        Method("dream_blind", pack=True, tree=(4, 3, 8), visual_ratio=0.0),
+        Method("dream_blind", pack=True, tree="suited", visual_ratio=0.0),
     )
 }
 
@@ -273,10 +274,10 @@ def make_runner(method: Method, target: Any, drafter: Any) -> Callable[..., Answ
     from .generate import Decoder
     from .tree import TreeShape
 
-    width, depth, nodes = method.tree
     ratio = {} if method.visual_ratio is None else {"visual_ratio": method.visual_ratio}
-    make = partial(Decoder, target, drafter, tree=TreeShape(width=width, depth=depth, nodes=nodes), **ratio)
-    make()  # refuses a drafter of another target; the decoders below need not compare again
+    shape = tree_option(drafter) if method.tree == "suited" else TreeShape(*method.tree)
+    make = partial(Decoder, target, drafter, tree=shape, **ratio)
+    make(pack=pack).restore()  # refuses a drafter of another target; the decoders below need not compare again
 
     def run(inputs: Mapping[str, Any], options: dict[str, Any], seed: int) -> Answer:
         decoder = make(check_target=False, pack=pack)
@@ -313,7 +314,7 @@ def make_record(method: Method, answer: Answer, plain: Answer, temperature: floa
     stats = answer.stats or {}
     return {
         "method": method.name,
-        "tree": list(method.tree) if method.tree else None,
+        "tree": [stats["tree"][name] for name in ("width", "depth", "nodes")] if stats else None,
         "packed": packed,
         "tokens": answer.tokens,
         "decode_tokens": answer.decode_tokens,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import demo, loading
-from .bench import METHODS, Bench, Loaded, Settings, check_methods, now
+from .bench import Bench, Loaded, Settings, check_methods, now
 from .bench_prompts import Prompt, choose_prompts, read_pictures
 from .doctor import cpu_model, usable_cores
 from .loading import UserError
@@ -80,9 +80,6 @@ def make_meta(options: Any, device: torch.device) -> dict[str, Any]:
         "command": _command(options),
         "date": now(),
         "drafter_sha256": drafter_hash(options.drafter),
-        "trees": {
-            m.name: dict(zip(("width", "depth", "nodes"), m.tree, strict=True)) for m in METHODS.values() if m.tree
-        },
         "definitions": {
             "tau": "tokens emitted per target forward after the prefill, bonus included; plain is 1.00",
             "speedup": "plain time per token / this method's, decoding alone; _e2e: the whole call",

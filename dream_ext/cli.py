@@ -106,8 +106,9 @@ class Generate:
 
         from .generate import Decoder
         from .packed import packable
+        from .policy import tree_option
 
-        decoder = Decoder(target, drafter, pack=self.pack and packable(target))
+        decoder = Decoder(target, drafter, tree=tree_option(drafter), pack=self.pack and packable(target))
         options = generate_options(self.max_new_tokens, self.temperature)
         tokenizer = getattr(processor, "tokenizer", processor)
         if not self.json:

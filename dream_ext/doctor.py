@@ -6,6 +6,7 @@ import ctypes
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -144,8 +145,22 @@ def _demo_facts(problems: list[dict[str, str]]) -> dict[str, Any]:
     return {"installed": installed, "cache": str(demo.cache_dir())}
 
 
+def _tree_facts() -> list[str]:
+    """The trees chosen on this machine, in words."""
+    from dream_ext.policy import remembered
+
+    lines = []
+    for key, entry in remembered().items():
+        about, tree = json.loads(key), entry["tree"]
+        shape = f"width {tree['width']}, depth {tree['depth']}, {tree['nodes']} nodes, {entry['round_ms']} ms a round"
+        packed = ", packed" if about["packed"] else ""
+        where = f"{about['machine']}, {about['dtype'].removeprefix('torch.')}, {about['threads']} threads{packed}"
+        lines.append(f"{shape} (target {about['target'][:12]}, {where})")
+    return lines
+
+
 def examine() -> dict[str, Any]:
-    """All facts as plain data: versions, machine, torch, built, tools, openmp, demo, problems, ok.
+    """All facts as plain data: versions, machine, torch, built, tools, openmp, demo, trees, problems, ok.
 
     `problems` is a list of level (`error`: decoding does not work, `note`: something optional), what, mend.
     `ok` is false when there is an error.
@@ -171,7 +186,8 @@ def examine() -> dict[str, Any]:
     if missing:
         mend = f"{Path(sys.executable).name} -m pip install {' '.join(missing)}"
         problems.append(_problem("error", f"missing packages: {', '.join(missing)}", mend))
-        return {**facts, "torch": None, "built": None, "openmp": [], "demo": None, "problems": problems, "ok": False}
+        unknown = {"torch": None, "built": None, "openmp": [], "demo": None, "trees": []}
+        return {**facts, **unknown, "problems": problems, "ok": False}
     facts["torch"] = _torch_facts(problems)
     facts["built"] = _built_facts(problems)
     facts["openmp"] = openmp_runtimes()
@@ -185,6 +201,7 @@ def examine() -> dict[str, Any]:
             _problem("error", "no C++ compiler on PATH", "install g++ 9 or newer, for example: apt-get install g++")
         )
     facts["demo"] = _demo_facts(problems)
+    facts["trees"] = _tree_facts()
     return {**facts, "problems": problems, "ok": not any(p["level"] == "error" for p in problems)}
 
 

@@ -22,6 +22,7 @@ from .draft_state import DraftState
 from .ops.skinny_linear import PackedWeight, skinny_linear
 
 if TYPE_CHECKING:
+    from .policy import Yield
     from .targets.adapter import TargetAdapter
 
 # Bounds on sizes read from a folder: generous for any model, small enough that a damaged file cannot ask for absurd
@@ -220,6 +221,7 @@ class Drafter(nn.Module):
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", None if size is None else torch.arange(size))
         self._head: _Head | None = None
+        self.calibration: tuple[Yield, ...] = ()  # what its trees yield, from the folder it was read from
 
     def bind(self, adapter: TargetAdapter, pack: bool = False) -> None:
         """Take the target's LM head: the module itself when the draft vocabulary is full, one copy of the wanted rows

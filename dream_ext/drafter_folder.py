@@ -12,11 +12,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .policy import read_calibration
+
 if TYPE_CHECKING:
     from .drafter import Drafter, DrafterConfig
 
 FORMAT = "dream_ext drafter 1"
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+CONFIG, WEIGHTS, CALIBRATION = "config.json", "model.safetensors", "calibration.json"
 _MAX_CONFIG_BYTES = 1 << 20
 
 
@@ -73,6 +75,7 @@ def load_drafter(
     if dtype is not None:
         tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
     drafter.load_state_dict(tensors, strict=True, assign=True)
+    drafter.calibration = read_calibration(folder / CALIBRATION)
     return drafter.eval().requires_grad_(False)
 
 

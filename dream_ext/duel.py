@@ -12,6 +12,7 @@ from .bench import generate_options
 from .loading import decode_text, to_device
 from .packed import packable
 from .parting import Judge, Parting
+from .policy import tree_option
 from .timing import Answer, timed_answer
 
 SEED = 0
@@ -120,7 +121,7 @@ def duel(
     timed_answer(target.generate, target, inputs, seed=SEED, **short)
     report("answering with plain generate")
     plain = timed_answer(target.generate, target, inputs, seed=SEED, **options)
-    decoder = Decoder(target, drafter, pack=pack and packable(target))
+    decoder = Decoder(target, drafter, tree=tree_option(drafter), pack=pack and packable(target))
     timed_answer(decoder.generate, target, inputs, seed=SEED, **short)
     report("answering with the decoder")
     ours = timed_answer(

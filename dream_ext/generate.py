@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Literal
 from weakref import WeakKeyDictionary, finalize
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from dream_ext.drafter import Drafter
 from dream_ext.modes import UnsupportedMode, check_mode, check_request, check_target
 from dream_ext.noise import Sampler
 from dream_ext.packed import PackedModels
+from dream_ext.policy import suited_tree
 from dream_ext.prefill import remember, run_prefill
 from dream_ext.sampling import Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
@@ -37,7 +39,8 @@ class Decoder:
     Args:
         target: a transformers model with `generate`; it is not modified.
         drafter: a `Drafter` made for it.
-        tree: shape of the draft trees; the default is small and suits a CPU.
+        tree: shape of the draft trees; the default is small and suits a CPU. "auto" chooses by the drafter's
+            calibration and a few timed forwards, once per machine (see `dream_ext.policy`).
         visual_ratio: share of the picture positions the drafter reads, 0 to 1; the drafter's own by default.
         check_target: compare the target's fingerprint with the one the drafter was made for.
         pack: keep the weights of the text decoder's and the drafter's linear layers in a form that a CPU reads faster
@@ -57,14 +60,13 @@ class Decoder:
         target: PreTrainedModel,
         drafter: Drafter,
         *,
-        tree: TreeShape | None = None,
+        tree: TreeShape | Literal["auto"] | None = None,
         visual_ratio: float | None = None,
         check_target: bool = True,
         pack: bool = False,
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.tree = tree or TreeShape()
         self.visual_ratio = drafter.config.visual_ratio if visual_ratio is None else visual_ratio
         if not 0 <= self.visual_ratio <= 1:
             raise ValueError(f"visual_ratio must lie in [0, 1], got {self.visual_ratio}")
@@ -76,6 +78,7 @@ class Decoder:
             self._packed.add(target, self.adapter.decoder, self.adapter.lm_head)
             self._packed.add(drafter, drafter)
         drafter.bind(self.adapter, pack)
+        self.tree = suited_tree(self.adapter, drafter, pack) if tree == "auto" else tree or TreeShape()
         self.stats: Stats | None = None
 
     @property

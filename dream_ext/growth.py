@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,28 @@ from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.tree import Tree, TreeShape
 
 
+@dataclass(frozen=True)
+class Candidates:
+    """Drafted tokens below a root, level after level; c of them.
+
+    Attributes:
+        tokens: (c,) target ids; scores: (c,) fp32, cumulative; parents: (c,) indices among the candidates, -1 for the
+        root; levels: how many each level holds.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    levels: tuple[int, ...]
+
+    def tree(self, root: int, nodes: int, depth: int | None = None) -> Tree:
+        """The root with the best ``nodes - 1`` candidates of the first ``depth`` levels (all when None)."""
+        count = sum(self.levels[:depth])
+        picked, parents, depths, ancestors = rank_tree(self.scores[:count], self.parents[:count], nodes)
+        tokens = torch.cat([torch.tensor([root], device="cpu"), self.tokens[picked]])
+        return Tree(tokens, parents, depths, ancestors)
+
+
 def grow_tree(
     drafter: Drafter,
     adapter: TargetAdapter,
@@ -24,39 +48,53 @@ def grow_tree(
     shape: TreeShape,
     sampler: Sampler | None = None,
 ) -> Tree:
-    """Draft `shape.depth` levels below the root and keep the best `shape.nodes - 1` candidates.
+    """Draft `shape.depth` levels below the token ``root`` and keep the best `shape.nodes - 1` candidates.
 
-    A node's score is the sum of the drafter's log-probabilities along its path.  Every level expands the best
-    `shape.width` candidates of the level above.  With a sampler they are the log-probabilities that a token is sampled
-    under that step's noise.  The drafted slots are forgotten before returning.
+    The other arguments are those of `grow`.
+    """
+    return grow(drafter, adapter, state, hidden, position, shape.width, shape.depth, sampler).tree(root, shape.nodes)
+
+
+def grow(
+    drafter: Drafter,
+    adapter: TargetAdapter,
+    state: DraftState,
+    hidden: Tensor,
+    position: int,
+    width: int,
+    depth: int,
+    sampler: Sampler | None = None,
+) -> Candidates:
+    """Draft ``depth`` levels below a root.
+
+    A node's score is the sum of the drafter's log-probabilities along its path.  Every level expands the best ``width``
+    candidates of the level above.  With a sampler they are the log-probabilities that a token is sampled under that
+    step's noise.  The drafted slots are forgotten before returning.
 
     Args:
         state: the drafter's state, committed up to and including the root's slot.
-        root: token id of the root.
         hidden: (hidden,) the drafter's output at the root.
         position: rotary position of the root.
     """
     frontier = _Frontier.at_root(hidden)
     tokens, scores, parents = [], [], []
-    for level in range(1, shape.depth + 1):
+    for level in range(1, depth + 1):
         if level > 1:
             embeds = adapter.embed(frontier.tokens[None])[0]
             frontier.read(state.draft(embeds, frontier.features, position + level - 1, frontier.sees))
         logits = _masked_logits(drafter, adapter, frontier.hidden)
         if sampler is not None:
             logits = sampler.draft_scores(logits, level, drafter.draft_vocab, adapter.vocab_size)
-        width = min(shape.width, logits.shape[-1])
-        drafted, cumulative, best = expand_tree(logits, frontier.scores, width)
+        kept = min(width, logits.shape[-1])
+        drafted, cumulative, best = expand_tree(logits, frontier.scores, kept)
         first = sum(part.numel() for part in tokens)
         tokens.append(drafter.target_ids(drafted.flatten()))
         scores.append(cumulative.flatten())
-        parents.append(frontier.candidates.repeat_interleave(width))
-        if level < shape.depth:
-            frontier = frontier.step(best, width, first, tokens[-1], scores[-1])
+        parents.append(frontier.candidates.repeat_interleave(kept))
+        if level < depth:
+            frontier = frontier.step(best, kept, first, tokens[-1], scores[-1])
     state.rewind()
-    picked, node_parents, depth, ancestors = rank_tree(torch.cat(scores), torch.cat(parents), shape.nodes)
-    node_tokens = torch.cat([torch.tensor([root], device="cpu"), torch.cat(tokens)[picked]])
-    return Tree(node_tokens, node_parents, depth, ancestors)
+    return Candidates(torch.cat(tokens), torch.cat(scores), torch.cat(parents), tuple(part.numel() for part in tokens))
 
 
 class _Frontier:

@@ -19,7 +19,7 @@ pytest.importorskip("dream_ext._C", reason="the compiled operators are not built
 from dream_make.answer import Answerer, AnswerOptions
 from dream_make.collect import collect, load_target
 from dream_make.data.prompts import HELD_OUT
-from dream_make.evaluate import Tally, evaluate, overlap
+from dream_make.evaluate import Tally, evaluate, evaluate_grid, overlap
 from dream_make.jobs import PromptBuilder, difference_hash
 from dream_make.losses import kl_loss
 from dream_make.provenance import data_hashes
@@ -297,6 +297,23 @@ def test_a_perfect_drafter_has_the_highest_tau_and_a_blind_guess_has_one(tiny, c
     assert tallies["all"].tau == 1.0
     assert tallies["known"].rounds > 0
     assert tallies["new"].rounds > 0
+
+
+def test_a_grid_judges_every_tree_as_if_alone(tiny, collection):
+    """Catches a smaller tree of the grid that keeps levels or nodes of the largest one."""
+    adapter, _ = open_target(tiny)
+    torch.manual_seed(2)
+    drafter = Drafter(DrafterConfig.for_target(adapter, "x")).requires_grad_(False)
+    drafter.bind(adapter)
+    packs = read_packs(collection, "eval")
+    grid = evaluate_grid(drafter, adapter, packs, 3, [1, 3], [2, 4, 8])
+    largest = TreeShape(3, 3, 8)
+    assert grid[largest] == evaluate(drafter, adapter, packs, largest)["all"]
+    assert len({tally.rounds for tally in grid.values()}) == 1 and grid[largest].rounds > 0
+    for depth in (1, 3):
+        taus = [grid[TreeShape(3, depth, nodes)].tau for nodes in (2, 4, 8)]
+        assert taus == sorted(taus) and 1 <= taus[0] and taus[-1] <= depth + 1
+    assert len(grid[TreeShape(3, 1, 8)].reached) == 1
 
 
 def test_overlapping_evaluation_data_is_found(collection):

@@ -7,13 +7,13 @@ answer cuts are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
 
 from dream_ext.drafter import Drafter
-from dream_ext.growth import grow_tree
+from dream_ext.growth import Candidates, grow
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.tree import Tree, TreeShape
 
@@ -88,16 +88,47 @@ def evaluate(
     for pack in packs:
         for index, turn in enumerate(pack.turns):
             if turn.temperature == 0 and len(turn.supervised) > shape.depth + 1:
-                for accepted in _replay(drafter, adapter, pack, index, shape, ratio):
+                walk = lambda drafts, root, truth: _walk(drafts.tree(root, shape.nodes), truth)  # noqa: E731
+                for accepted in _replay(drafter, adapter, pack, index, shape.width, shape.depth, ratio, walk):
                     for name in ("all", split_of(turn.text)):
                         tallies[name].add(accepted, shape.depth)
     return tallies
 
 
+@torch.inference_mode()
+def evaluate_grid(
+    drafter: Drafter, adapter: TargetAdapter, packs: Iterable[Pack], width: int, depths: list[int], nodes: list[int]
+) -> dict[TreeShape, Tally]:
+    """One tally for every depth with every number of nodes, all over the same rounds: those of the largest tree."""
+    tallies = {TreeShape(width, d, n): Tally() for d in depths for n in nodes}
+    largest = max(tallies, key=lambda shape: (shape.depth, shape.nodes))
+
+    def walk_all(drafts: Candidates, root: int, truth: list[int]) -> int:
+        counts = {s: _walk(drafts.tree(root, s.nodes, s.depth), truth) for s in tallies}
+        for shape, count in counts.items():
+            tallies[shape].add(count, shape.depth)
+        return counts[largest]
+
+    for pack in packs:
+        for index, turn in enumerate(pack.turns):
+            if turn.temperature == 0 and len(turn.supervised) > largest.depth + 1:
+                ratio = drafter.config.visual_ratio
+                _replay(drafter, adapter, pack, index, width, largest.depth, ratio, walk_all)
+    return tallies
+
+
 def _replay(
-    drafter: Drafter, adapter: TargetAdapter, pack: Pack, index: int, shape: TreeShape, ratio: float
+    drafter: Drafter,
+    adapter: TargetAdapter,
+    pack: Pack,
+    index: int,
+    width: int,
+    depth: int,
+    ratio: float,
+    walk: Callable[[Candidates, int, list[int]], int],
 ) -> list[int]:
-    """Accepted tokens of every round of one answer that its end does not cut."""
+    """Accepted tokens of every round of one answer that its end does not cut; ``walk(drafts, root, truth)`` counts
+    them."""
     turn, every = pack.turns[index], features(pack)
     kept = kept_prefix(pack, [index], ratio)
     embeds, feats = prefix_rows(pack, kept, adapter.embed)
@@ -107,13 +138,12 @@ def _replay(
     state = drafter.new_state(len(kept) + len(tokens) + 64)
     state.append(embeds, feats, kept)
     done, root, accepted = 0, turn.asked, []
-    while len(tokens) - 1 - root >= shape.depth:
+    while len(tokens) - 1 - root >= depth:
         fresh = slice(done, root + 1)
         hidden = state.append(text[fresh], before[fresh], pack.prefix + torch.arange(done, root + 1))[-1]
-        tree = grow_tree(drafter, adapter, state, int(tokens[root]), hidden, pack.prefix + root, shape)
-        count = _walk(tree, tokens[root + 1 :].tolist())
-        accepted.append(count)
-        done, root = root + 1, root + 1 + count
+        drafts = grow(drafter, adapter, state, hidden, pack.prefix + root, width, depth)
+        accepted.append(walk(drafts, int(tokens[root]), tokens[root + 1 :].tolist()))
+        done, root = root + 1, root + 1 + accepted[-1]
     return accepted
 
 

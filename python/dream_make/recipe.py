@@ -118,6 +118,10 @@ class EvaluateRecipe:
     nodes: tuple[int, ...] = (8, 16, 32)
     threads: int = 2
     packs: int = 1000
+    # Trees of the calibration: every depth with every number of nodes.
+    calibrated_depths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    calibrated_nodes: tuple[int, ...] = (4, 6, 8, 12, 16, 24, 32)
+    calibrated_packs: int = 24
 
 
 @dataclass
