@@ -1,17 +1,20 @@
-"""Time every operator against its reference on the CPU: python bench/ops.py [--json FILE] [--threads N]
+"""Time every operator against stock torch on the CPU: python bench/ops.py [--json FILE] [--threads N] [--ops NAME ...]
 
-Sizes are those of decoding: a draft vocabulary of 8,192 and a whole one of 49,152, trees of 16 and 64 nodes, prompts of
-256 and 2,048 positions. Each figure is the median of repeated calls, all in turn. References are written to be read;
-where stock torch has a quicker way to the same numbers (ties aside), that way is timed as well.
+Sizes are those of decoding. Both sides run in turn in one process, and the figure is the median. What is not measured:
+preparation that happens once for many calls (packing a weight, making the mask of a forward). Weights are as many as
+leave the caches between two uses, as in a model. Errors are the largest difference from the same formula in float64.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,153 +23,224 @@ import torch
 import torch.nn.functional as F
 
 from dream_ext import ops
+from dream_ext.bench import now
 from dream_ext.bench_run import git_commit
 from dream_ext.doctor import cpu_model
 
-SECONDS = 0.4
+SECONDS = 0.5
+CACHE_BYTES = 96 << 20  # more than the last-level cache share of a core
+DTYPES = (torch.bfloat16, torch.float32)
+_M_MMAP_THRESHOLD = -3
 
 
-def median_us(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Median microseconds of each call, taking turns for `SECONDS`, after three calls of warm-up."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
+@dataclass(frozen=True)
+class Case:
+    """One operator at one size. ``ours`` and ``stock`` do the same ``times`` times; ``exact`` does it in float64 and is
+    None where the results are ids or copies, which the tests compare bit for bit."""
+
+    op: str
+    case: str
+    dtype: str
+    ours: Callable[[], Any]
+    stock: Callable[[], Any]
+    exact: Callable[[], Any] | None = None
+    times: int = 1
+
+
+def median_ms(calls: tuple[Callable[[], Any], ...]) -> list[float]:
+    """Median milliseconds of each call, taking turns for `SECONDS`, after two calls of warm-up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in (*calls, *calls):
+        call()
     end = time.perf_counter() + SECONDS
-    while time.perf_counter() < end or len(times[next(iter(times))]) < 5:
-        for name, call in calls.items():
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for call, mine in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()
-            times[name].append(1e6 * (time.perf_counter() - start))
-    return {name: statistics.median(values) for name, values in times.items()}
+            mine.append(1e3 * (time.perf_counter() - start))
+    return [statistics.median(values) for values in times]
 
 
-def random_tree(nodes: int, generator: torch.Generator) -> torch.Tensor:
+def extra_bytes(call: Callable[[], Any]) -> int | None:
+    """Memory that one call needs at its peak beyond what was resident before; None where the system does not tell."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    kib = lambda name: int(status.read_text().split(name + ":")[1].split()[0])  # noqa: E731
+    reset.write_text("5")
+    before = kib("VmRSS")
+    call()
+    return max(0, kib("VmHWM") - before) * 1024
+
+
+def error(result: Any, exact: Any) -> float:
+    """Largest difference of the floating-point results."""
+    pairs = zip(result, exact, strict=True) if isinstance(result, tuple) else ((result, exact),)
+    floats = [(a.double(), b.double()) for a, b in pairs if a.is_floating_point() and a.numel()]
+    return max((float((a - b).abs().max()) for a, b in floats), default=0.0)
+
+
+def wide(arguments: tuple) -> tuple:
+    """The arguments with floating-point tensors in float64."""
+    return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def random_tree(nodes: int, g: torch.Generator) -> torch.Tensor:
     """Parents (nodes,): node 0 is the root, every other has an earlier parent."""
-    return torch.tensor([-1, *(int(torch.randint(0, i, (), generator=generator)) for i in range(1, nodes))])
+    return torch.tensor([-1, *(int(torch.randint(0, i, (), generator=g)) for i in range(1, nodes))])
 
 
-def stock_expand(logits: torch.Tensor, scores: torch.Tensor, width: int) -> None:
-    """`expand_tree` from log_softmax and topk."""
-    top = torch.log_softmax(logits.float(), -1).topk(width)
-    (top.values + scores[:, None]).flatten().topk(width)
+def draft_cases(g: torch.Generator) -> Iterator[Case]:
+    def stock_expand(logits: torch.Tensor, scores: torch.Tensor, width: int) -> tuple:
+        top = torch.log_softmax(logits.float(), -1).topk(width)
+        cumulative = top.values + scores[:, None]
+        return top.indices, cumulative, cumulative.flatten().topk(width).indices
 
-
-def stock_keep(buffers: list[torch.Tensor], start: int, path: torch.Tensor) -> None:
-    """`keep_path` from one gather a buffer."""
-    for buffer in buffers:
-        buffer[:, :, start : start + len(path)] = buffer.index_select(2, start + path)
-
-
-def stock_select(scores: torch.Tensor, keep: int, *tensors: torch.Tensor) -> None:
-    """`select_visual` from topk, sort and gathers."""
-    rows = scores.topk(keep).indices.sort().values
-    for tensor in tensors:
-        tensor.index_select(0, rows)
-
-
-def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> Callable[[], Any]:
-    """`tree_attention` as transformers' SDPA route does it: keys and values repeated for every head, one dense mask,
-    made once for all layers and therefore outside the clock."""
-    behind = torch.arange(k.shape[2]) - lengths[:, None, None]
-    sees = ((behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1))[:, None]
-    mask = None if q.shape[2] == 1 else sees
-
-    def attend() -> None:
-        keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-        F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale).transpose(1, 2).contiguous()
-
-    return attend
-
-
-def stock_linear(x: torch.Tensor, weight: ops.PackedWeight) -> Callable[[], Any]:
-    """`skinny_linear` from the unpacked weight."""
-    return partial(F.linear, x, weight.unpack())
-
-
-def stock_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> Callable[[], Any]:
-    """`rms_norm` by torch's own."""
-    return partial(F.rms_norm, x, (x.shape[-1],), weight, eps)
-
-
-# Arguments of an operator -> a call that does the same with stock torch.
-STOCK: dict[str, Callable[..., Callable[[], Any]]] = {
-    "expand_tree": partial(partial, stock_expand),
-    "keep_path": partial(partial, stock_keep),
-    "select_visual": partial(partial, stock_select),
-    "rms_norm": stock_norm,
-    "skinny_linear": stock_linear,
-    "tree_attention": stock_attention,
-}
-
-
-def cases() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """(operator, what size, arguments)."""
-    g = torch.Generator().manual_seed(0)
     for vocabulary in (8192, 49152):
-        logits = torch.randn(4, vocabulary, generator=g)
-        scores = -torch.rand(4, generator=g)
-        yield "expand_tree", f"4 x {vocabulary} fp32", (logits, scores, 4)
-        yield "expand_tree", f"4 x {vocabulary} bf16", (logits.bfloat16(), scores, 4)
+        for dtype in DTYPES:
+            call = (torch.randn(4, vocabulary, generator=g).to(dtype), -torch.rand(4, generator=g), 4)
+            yield Case("expand_tree", f"4 rows of {vocabulary}", name_of(dtype), partial(ops.expand_tree, *call),
+                       partial(stock_expand, *call), partial(ops.expand_tree_ref, *wide(call)))  # fmt: skip
     for nodes in (16, 64):
-        parents = random_tree(nodes, g)
         tokens, choices = torch.randint(0, 50, (2, nodes), generator=g)
-        yield "verify_tree", f"{nodes} nodes", (tokens, parents, choices)
-        candidates = 3 * nodes
-        origin = random_tree(candidates + 1, g)[1:] - 1
-        steps = torch.rand(candidates, generator=g)
-        scores = torch.zeros(candidates)
+        call = (tokens, random_tree(nodes, g), choices)
+        yield Case("verify_tree", f"{nodes} nodes", "int64", partial(ops.verify_tree, *call),
+                   partial(ops.verify_tree_ref, *call))  # fmt: skip
+        origin, scores = random_tree(3 * nodes + 1, g)[1:] - 1, torch.zeros(3 * nodes)
         for i, parent in enumerate(origin.tolist()):
-            scores[i] = (scores[parent] if parent >= 0 else 0.0) - steps[i]
-        yield "rank_tree", f"{candidates} candidates, {nodes} nodes", (scores, origin, nodes)
+            scores[i] = (scores[parent] if parent >= 0 else 0.0) - torch.rand((), generator=g)
+        call = (scores, origin, nodes)
+        yield Case("rank_tree", f"{nodes} of {3 * nodes} candidates", "float32", partial(ops.rank_tree, *call),
+                   partial(ops.rank_tree_ref, *call))  # fmt: skip
+
+
+def memory_cases(g: torch.Generator) -> Iterator[Case]:
+    def stock_keep(buffers: list[torch.Tensor], start: int, path: torch.Tensor) -> None:
+        for buffer in buffers:
+            buffer[:, :, start : start + len(path)] = buffer.index_select(2, start + path)
+
+    def stock_select(scores: torch.Tensor, keep: int, *tensors: torch.Tensor) -> None:
+        rows = scores.topk(keep).indices.sort().values
+        for tensor in tensors:
+            tensor.index_select(0, rows)
+
     path = torch.tensor([0, 2, 5, 6])
     buffers = [torch.randn(1, 3, 512, 64, generator=g).bfloat16() for _ in range(60)]
-    yield "keep_path", "30 layers, path of 4", (buffers, 256, path)
+    yield Case("keep_path", "30 layers, path of 4", "bfloat16", partial(ops.keep_path, buffers, 256, path),
+               partial(stock_keep, buffers, 256, path))  # fmt: skip
     scores, rows = torch.rand(196, generator=g), torch.randn(196, 576, generator=g)
-    yield "select_visual", "147 of 196, hidden 576", (scores, 147, rows, rows.clone())
+    call = (scores, 147, rows, rows.clone())
+    yield Case("select_visual", "147 of 196, hidden 576", "float32", partial(ops.select_visual, *call),
+               partial(stock_select, *call))  # fmt: skip
+
+
+def attention_cases(g: torch.Generator) -> Iterator[Case]:
+    def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> Callable[[], Any]:
+        """As transformers' SDPA route does it: keys and values repeated for every head, one dense mask."""
+        behind = torch.arange(k.shape[2]) - lengths[:, None, None]
+        sees = ((behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1))[:, None]
+        mask, groups = None if q.shape[2] == 1 else sees, q.shape[1] // k.shape[1]
+
+        def attend() -> torch.Tensor:
+            keys, values = (
+                x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) if groups > 1 else x for x in (k, v)
+            )
+            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+            return mixed.transpose(1, 2).contiguous()
+
+        return attend
+
     for heads, kv_heads, head_dim, length in ((9, 3, 64, 330), (32, 8, 128, 2048)):
-        for nodes in (1, 8, 16):
-            q = torch.randn(1, heads, nodes, head_dim, generator=g).bfloat16()
-            k, v = torch.randn(2, 1, kv_heads, length + nodes, head_dim, generator=g).bfloat16()
-            bits = torch.tensor([[(2 << i) - 1 for i in range(nodes)]])
-            size = f"{nodes} nodes, {length} slots, {heads}/{kv_heads} x {head_dim} bf16"
-            yield "tree_attention", size, (q, k, v, torch.tensor([length]), bits, nodes, head_dim**-0.5)
-    for inputs, out in ((576, 576), (576, 1536), (1536, 576), (576, 49152), (4096, 4096)):
-        for dtype in (torch.bfloat16, torch.float32):
-            weight = ops.PackedWeight.pack(torch.randn(out, inputs, generator=g).to(dtype))
-            for rows in (1, 8, 16, 256):
-                x = torch.randn(rows, inputs, generator=g).to(dtype)
-                name = str(dtype).removeprefix("torch.")
-                yield "skinny_linear", f"{rows} x {inputs} -> {out} {name}", (x, weight)
-    x, weight = torch.randn(8, 576, generator=g).bfloat16(), torch.randn(576, generator=g).bfloat16()
-    yield "rms_norm", "8 x 576 bf16", (x, weight, 1e-5)
+        for dtype in DTYPES:
+            for nodes in (1, 8, 16, 64):
+                q = torch.randn(1, heads, nodes, head_dim, generator=g).to(dtype)
+                k, v = torch.randn(2, 1, kv_heads, length + nodes, head_dim, generator=g).to(dtype)
+                bits = torch.tensor([[-1 if i == 63 else (2 << i) - 1 for i in range(nodes)]])
+                call = (q, k, v, torch.tensor([length]), bits, nodes, head_dim**-0.5)
+                case = f"{nodes} nodes, {length} slots, {heads}/{kv_heads} heads of {head_dim}"
+                yield Case("tree_attention", case, name_of(dtype), partial(ops.tree_attention, *call),
+                           stock_attention(*call), partial(ops.tree_attention_ref, *wide(call)))  # fmt: skip
     for length in (256, 2048):
-        q = torch.randn(9, length, 64, generator=g)
-        k = torch.randn(3, length, 64, generator=g)
-        positions = torch.arange(length - 32, length)
-        yield "attention_mass", f"32 rows, {length} keys", (q[:, -32:].contiguous(), k, positions, 0.125)
-        yield "attention_entropy", f"{length} positions", (q, k, 0.125)
+        for dtype in DTYPES:
+            q, k = (torch.randn(h, length, 64, generator=g).to(dtype) for h in (9, 3))
+            call = (q[:, -32:].contiguous(), k, torch.arange(length - 32, length), 0.125)
+            stock, exact = partial(ops.attention_mass_ref, *call), partial(ops.attention_mass_ref, *wide(call))
+            ours = partial(ops.attention_mass, *call)
+            yield Case("attention_mass", f"32 rows, {length} keys", name_of(dtype), ours, stock, exact)
+            call = (q, k, 0.125)
+            ours, exact = partial(ops.attention_entropy, *call), partial(ops.attention_entropy_ref, *wide(call))
+            yield Case("attention_entropy", f"{length} positions, against eager", name_of(dtype), ours,
+                       partial(ops.attention_entropy_ref, *call), exact)  # fmt: skip
+            keys = k.repeat_interleave(3, 0)[None]
+            forward = partial(F.scaled_dot_product_attention, q[None], keys, keys, is_causal=True, scale=0.125)
+            yield Case(
+                "attention_entropy", f"{length} positions, against SDPA's forward", name_of(dtype), ours, forward
+            )
+
+
+def linear_cases(g: torch.Generator) -> Iterator[Case]:
+    for inputs, out in ((576, 576), (576, 1536), (1536, 576), (576, 49152), (4096, 4096)):
+        for dtype in DTYPES:
+            one = torch.randn(out, inputs, generator=g).to(dtype)
+            weights = [one.clone() for _ in range(max(1, CACHE_BYTES // one.nbytes))]
+            packed = [ops.PackedWeight.pack(weight) for weight in weights]
+            for rows in (1, 2, 4, 8, 16, 32, 256, 1024):
+                times = len(weights) if rows <= 32 else max(1, len(weights) // 8)
+                x = torch.randn(rows, inputs, generator=g).to(dtype)
+
+                def each(function: Callable, layers: list, x=x, times=times) -> torch.Tensor:
+                    for layer in layers[:times]:
+                        y = function(x, layer)
+                    return y
+
+                yield Case("skinny_linear", f"{rows} x {inputs} -> {out}", name_of(dtype),
+                           partial(each, ops.skinny_linear, packed), partial(each, F.linear, weights),
+                           partial(F.linear, x.double(), one.double()), times)  # fmt: skip
+    for dtype in DTYPES:
+        x, weight = torch.randn(8, 576, generator=g).to(dtype), torch.randn(576, generator=g).to(dtype)
+        yield Case("rms_norm", "8 x 576", name_of(dtype), partial(ops.rms_norm, x, weight, 1e-5),
+                   partial(F.rms_norm, x, (576,), weight, 1e-5),
+                   partial(ops.rms_norm_ref, x.double(), weight.double(), 1e-5))  # fmt: skip
+
+
+@torch.inference_mode()
+def measure(case: Case, threads: int) -> dict[str, Any]:
+    """The row of one case; times are per single use of the operator."""
+    mine, theirs = (ms / case.times for ms in median_ms((case.ours, case.stock)))
+    row = {"op": case.op, "case": case.case, "device": "cpu", "dtype": case.dtype, "threads": threads}
+    row |= {"ms": mine, "torch_ms": theirs, "ratio": theirs / mine, "error": None, "torch_error": None}
+    if case.exact is not None:
+        exact = case.exact()
+        row |= {"error": error(case.ours(), exact), "torch_error": error(case.stock(), exact)}
+    return row | {"extra_bytes": extra_bytes(case.ours), "torch_extra_bytes": extra_bytes(case.stock)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--ops", nargs="*", help="only these operators")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    rows = []
-    for name, size, arguments in cases():
-        with torch.inference_mode():
-            calls = {"op": getattr(ops, name), "reference": getattr(ops, f"{name}_ref")}
-            calls = {kind: partial(call, *arguments) for kind, call in calls.items()}
-            if name in STOCK:
-                calls["stock"] = STOCK[name](*arguments)
-            us = median_us(calls)
-        rows.append({"op": name, "size": size, "us": us})
-        others = (f"{kind} {value:10.1f} us {value / us['op']:6.1f}x" for kind, value in us.items() if kind != "op")
-        print(f"{name:18} {size:42} {us['op']:9.1f} us  {'  '.join(others)}")
+    if sys.platform == "linux":  # give freed blocks back at once, so that the peak of a call can be read
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
+    rows, g = [], torch.Generator().manual_seed(0)
+    for part in (draft_cases, memory_cases, attention_cases, linear_cases):
+        for case in part(g):
+            if options.ops and case.op not in options.ops:
+                continue
+            row = measure(case, options.threads)
+            rows.append(row)
+            errors = "" if row["error"] is None else f"  error {row['error']:.1e}, torch {row['torch_error']:.1e}"
+            text = f"{row['ms']:10.4f} ms  torch {row['torch_ms']:10.4f} ms  {row['ratio']:6.2f}x"
+            print(f"{case.op:18} {case.case:44} {case.dtype:9} {text}{errors}", flush=True)
     if options.json:
-        meta = {"cpu": cpu_model(), "threads": options.threads, "torch": torch.__version__, "commit": git_commit()}
+        meta = {"cpu": cpu_model(), "torch": torch.__version__, "commit": git_commit(), "threads": options.threads}
+        meta |= {"command": " ".join(["python bench/ops.py", *sys.argv[1:]]), "date": now()}
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
