@@ -99,6 +99,7 @@ class Judge:
         self.target = target
         self.dtype: torch.dtype = next(target.get_decoder().parameters()).dtype
         self._exact: Any = None
+        self._answer: tuple[tuple, list[int], Sequence[torch.Tensor]] | None = None
 
     def _exact_target(self) -> Any:
         if self._exact is None:
@@ -115,20 +116,25 @@ class Judge:
                 k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in inputs.items()
             }
             return teacher_logits(self._exact_target(), exact, prefix)[-1]
-        devices = [inputs["input_ids"].device] if inputs["input_ids"].device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(seed)
-            again = {
-                **options,
-                "max_new_tokens": len(prefix) + 1,
-                "return_dict_in_generate": True,
-                "output_logits": True,
-            }
-            out = self.target.generate(**inputs, **again)
-        got = out.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        if got[: len(prefix)] != list(prefix):
+        ids, logits = self._one_by_one(inputs, options, seed)
+        if ids[: len(prefix)] != list(prefix):
             raise RuntimeError("plain decoding did not repeat its own answer: the parting cannot be judged")
-        return out.logits[len(prefix)][0].double()
+        return logits[len(prefix)][0].double()
+
+    def _one_by_one(
+        self, inputs: Mapping[str, Any], options: Mapping[str, Any], seed: int
+    ) -> tuple[list[int], Sequence[torch.Tensor]]:
+        """The target's own answer with the raw logits (1, vocab) of every token; kept for the other methods' partings
+        from it."""
+        asked = (inputs["input_ids"], dict(options), seed)
+        if self._answer is None or self._answer[0][0] is not asked[0] or self._answer[0][1:] != asked[1:]:
+            devices = [asked[0].device] if asked[0].device.type == "cuda" else []
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(seed)
+                again = {**options, "return_dict_in_generate": True, "output_logits": True}
+                out = self.target.generate(**inputs, **again)
+            self._answer = asked, out.sequences[0, asked[0].shape[1] :].tolist(), out.logits
+        return self._answer[1:]
 
     def explain(
         self,
