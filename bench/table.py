@@ -1,6 +1,6 @@
-"""Rewrite the table in README.md from a result of `dream-ext bench`.
+"""Rewrite the table in README.md from results of `dream-ext bench`.
 
-    python bench/table.py bench/results/MACHINE/COMMIT.json [--readme README.md]
+    python bench/table.py bench/results/MACHINE/COMMIT.json ... [--readme README.md]
 
 Everything between `<!-- table:begin -->` and `<!-- table:end -->` is replaced; nothing in it is written by hand.
 """
@@ -27,8 +27,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         speed += f" ({interval[0]:.2f}-{interval[1]:.2f})"
     same = f"{row['identical']} of {row['prompts']}" if row["identity_promised"] else "not promised"
     ties = str(row["near_ties"]) + (f", {row['unexplained']} unexplained" if row["unexplained"] else "")
+    tree = "({}, {}, {})".format(*row["tree"]) if row["tree"] else ""
     return [
-        row["method"],
+        f"{row['method']} {tree}".strip(),
         row["dtype"],
         f"{row['temperature']:g}",
         _number(row["tau"]),
@@ -41,36 +42,44 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def render(result: dict[str, Any]) -> str:
-    """Markdown of a complete result: the table and one paragraph on how it was made."""
-    if not result["complete"]:
-        raise SystemExit("the result is not complete: run `dream-ext bench --resume` first")
-    meta, summary, settings = result["meta"], result["summary"], result["meta"]["settings"]
-    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in result["rows"]]
+def _made(result: dict[str, Any]) -> str:
+    """One paragraph on how a result was made."""
+    meta, settings = result["meta"], result["meta"]["settings"]
     machine = meta["cpu"] if meta["device"] == "cpu" else f"{meta['device']} ({meta['cpu']})"
-    made = (
+    return (
         f"{machine}, {meta['threads']} thread{'s' if meta['threads'] != 1 else ''}, torch {meta['torch']}, "
         f"transformers {meta['transformers']}, commit {meta['commit'] or 'unknown'}, {meta['date'][:10]}; "
         f"{len(settings['prompts'])} prompts, at most {settings['max_new_tokens']} new tokens. `{meta['command']}`"
     )
-    lines += ["", made]
-    if summary["mean_entropy_nats"] is not None:
-        lines += [
-            "",
-            f"Plain greedy answers ({summary['dtype']}): "
-            f"mean next-token entropy {summary['mean_entropy_nats']:.2f} nats, "
-            f"distinct-3 {_number(summary['distinct_3'])}, distinct answers {100 * summary['distinct_answers']:.0f} %.",
-        ]
+
+
+def _predictability(summary: dict[str, Any]) -> list[str]:
+    if summary["mean_entropy_nats"] is None:
+        return []
+    return [
+        f"Plain greedy answers ({summary['dtype']}): "
+        f"mean next-token entropy {summary['mean_entropy_nats']:.2f} nats, "
+        f"distinct-3 {_number(summary['distinct_3'])}, distinct answers {100 * summary['distinct_answers']:.0f} %."
+    ]
+
+
+def render(results: list[dict[str, Any]]) -> str:
+    """Markdown of complete results: one table, and below it how each was made."""
+    if not all(result["complete"] for result in results):
+        raise SystemExit("a result is not complete: run `dream-ext bench --resume` first")
+    rows = [row for result in results for row in result["rows"]]
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
     kinds = [
         f"{row['method']} {row['dtype']} T = {row['temperature']:g}: "
         + ", ".join(f"{kind} {_number(value['tau'])}" for kind, value in row["by_kind"].items())
-        for row in result["rows"]
-        if row["method"] != "plain" and len(row["by_kind"]) > 1
+        for row in rows
+        if row["tau"] != 1 and len(row["by_kind"]) > 1
     ]
-    if kinds:
-        lines += ["", "tau by kind of question: " + "; ".join(kinds) + "."]
-    return "\n".join(lines)
+    notes = [_made(result) for result in results]
+    notes += [line for result in results for line in _predictability(result["summary"])]
+    notes += ["tau by kind of question: " + "; ".join(kinds) + "."] if kinds else []
+    return "\n".join(lines + [part for note in notes for part in ("", note)])
 
 
 def replace(text: str, table: str) -> str:
@@ -83,10 +92,10 @@ def replace(text: str, table: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("result", type=Path)
+    parser.add_argument("results", type=Path, nargs="+")
     parser.add_argument("--readme", type=Path, default=Path(__file__).resolve().parent.parent / "README.md")
     arguments = parser.parse_args()
-    table = render(json.loads(arguments.result.read_text(encoding="utf-8")))
+    table = render([json.loads(file.read_text(encoding="utf-8")) for file in arguments.results])
     arguments.readme.write_text(replace(arguments.readme.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 
