@@ -133,8 +133,9 @@ class Demo:
     """The question."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
-    dtype: DType = "bfloat16"
-    """Number format of target and drafter."""
+    dtype: DType = "float32"
+    """Number format of target and drafter. float32 shows the same text token for token; bfloat16 is faster, and answers
+    may part where two tokens are tied."""
     device: str = "cpu"
     """cpu, cuda or cuda:N."""
     threads: int = 0
