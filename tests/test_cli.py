@@ -212,13 +212,16 @@ def test_bench_from_end_to_end(call, folders, tmp_path):
         "commit",
         "target_fingerprint",
         "drafter_sha256",
-        "trees",
         "command",
         "date",
         "threads",
     ):
         assert name in result["meta"]
     assert result["summary"]["distinct_3"] > 0
+    ways = result["meta"]["settings"]["ways"]
+    for record in result["details"]:
+        way = ways[record["method"]]
+        assert record["packed"] == way["pack"] and (record["tree"] is None) == (way["tree"] is None)
     before = result["details"]
     assert call(*words, "--resume")[0] == 0
     assert json.loads(file.read_text())["details"] == before
@@ -266,7 +269,7 @@ def test_demo_explains_a_bf16_parting(call, folders, monkeypatch):
 
     target, _, pictures = folders
     use_as_demo(monkeypatch, target, pictures)
-    ask = ("demo", "--prompt", "w5 w6 w7", "--max-new-tokens", 16)
+    ask = ("demo", "--dtype", "bfloat16", "--prompt", "w5 w6 w7", "--max-new-tokens", 16)
     tamper(monkeypatch)
     assert call(*ask)[0] == 1
     monkeypatch.setattr(duel, "_equal_in_fp32", lambda *_: True)
@@ -281,7 +284,7 @@ def test_doctor_json(call):
     status, out, _ = call("doctor", "--json")
     facts = json.loads(out)
     assert set(facts) == {
-        "versions", "machine", "driver_cuda", "tools", "torch", "built", "openmp", "demo", "problems", "ok",
+        "versions", "machine", "driver_cuda", "tools", "torch", "built", "openmp", "demo", "trees", "problems", "ok",
     }  # fmt: skip
     assert facts["versions"]["torch"] == torch.__version__
     assert status == (0 if facts["ok"] else 1)

@@ -102,18 +102,18 @@ def test_table_is_rewritten_between_its_markers(tmp_path):
     with pytest.raises(SystemExit):
         table["replace"]("no markers", "new")
     with pytest.raises(SystemExit):
-        table["render"]({"complete": False})
+        table["render"]([{"complete": False}])
     assert table["replace"]((ROOT / "README.md").read_text(encoding="utf-8"), "x")
 
 
 def test_table_of_a_result(tmp_path):
-    """A real result gives a table with a row per cell."""
+    """Real results give one table with a row per cell."""
     from test_bench import make_bench
 
     result = make_bench(tmp_path / "r.json", count=2, dtypes=("bfloat16",), tokens=6).run()
     machine = {"cpu": "some CPU", "device": "cpu", "threads": 1, "torch": "2", "transformers": "5", "commit": None}
     result["meta"] |= {**machine, "date": "2026-01-01T00:00:00Z", "command": "dream-ext bench"}
-    text = runpy.run_path(str(ROOT / "bench" / "table.py"))["render"](json.loads(json.dumps(result)))
+    text = runpy.run_path(str(ROOT / "bench" / "table.py"))["render"]([json.loads(json.dumps(result))] * 2)
     rows = [line for line in text.splitlines() if line.startswith("| ")]
-    assert len(rows) == 1 + len(result["rows"])
+    assert len(rows) == 1 + 2 * len(result["rows"])
     assert "some CPU, 1 thread" in text and "distinct-3" in text and "tau by kind" in text
