@@ -240,7 +240,9 @@ def main() -> None:
             print(f"{case.op:18} {case.case:44} {case.dtype:9} {text}{errors}", flush=True)
     if options.json:
         meta = {"cpu": cpu_model(), "torch": torch.__version__, "commit": git_commit(), "threads": options.threads}
-        meta |= {"command": " ".join(["python bench/ops.py", *sys.argv[1:]]), "date": now()}
+        only = f" --ops {' '.join(options.ops)}" if options.ops else ""
+        command = f"python bench/ops.py --json {options.json.name} --threads {options.threads}{only}"
+        meta |= {"command": command, "date": now()}
         options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 

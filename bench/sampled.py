@@ -89,6 +89,8 @@ def main() -> int:
     loading.quiet_libraries()
     rows = run(options)
     meta = {"cpu": cpu_model(), "torch": torch.__version__, "threads": torch.get_num_threads(), "commit": git_commit()}
+    command = f"python bench/sampled.py --json {options.json.name} --prompts {options.prompts}"
+    meta |= {"command": f"{command} --max-new-tokens {options.max_new_tokens} --seed {options.seed}"}
     meta |= {"dtype": "float32", "max_new_tokens": options.max_new_tokens, "seed": options.seed}
     options.json.write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     return 0 if all(row["identical"] == row["same_generator"] == row["prompts"] for row in rows) else 1
