@@ -221,6 +221,13 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
   tree_attention_cpu(call);
 }
 
+const void* optional_row(handle tensor, Dtype dtype, int64_t size) {
+  if (tensor.is_none()) return nullptr;
+  const View row = cpu(tensor, 1);
+  if (float_type(row) != dtype || row.shape[0] != size) throw py::type_error("bias or weight does not fit");
+  return row.data;
+}
+
 // (weight, packed) of one layer.
 PackLinear linear_pair(handle weight, handle packed) {
   const View w = cpu(weight, 2), p = cpu(packed, 1);
@@ -248,13 +255,7 @@ void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int
   const bool fits = float_type(w) == dtype && float_type(y) == dtype && contiguous(w) && contiguous(y) && x.shape[0] == y.shape[0] &&
                     w.elements() == packed_elements(dtype, y.shape[1], x.shape[1]);
   if (!fits) throw py::type_error("x, packed and y do not fit");
-  const void* added = nullptr;
-  if (!bias.is_none()) {
-    const View b = cpu(bias, 1);
-    if (float_type(b) != dtype || b.shape[0] != y.shape[1]) throw py::type_error("bias does not fit");
-    added = b.data;
-  }
-  const SkinnyLinear call{x.data, w.data, added, dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.data, threads};
+  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.data, threads};
   py::gil_scoped_release released;
   skinny_linear_cpu(call);
 }
@@ -264,13 +265,7 @@ void bind_rms_norm(handle rows, handle scale, float eps, bool round_first, handl
   const Dtype dtype = float_type(x);
   if (float_type(y) != dtype || !contiguous(y) || y.shape[0] != x.shape[0] || y.shape[1] != x.shape[1])
     throw py::type_error("x and y do not fit");
-  const void* weight = nullptr;
-  if (!scale.is_none()) {
-    const View w = cpu(scale, 1);
-    if (float_type(w) != dtype || w.shape[0] != x.shape[1]) throw py::type_error("weight does not fit");
-    weight = w.data;
-  }
-  const RmsNorm call{x.data, weight, dtype, x.shape[0], x.shape[1], x.stride[0], eps, round_first, y.data};
+  const RmsNorm call{x.data, optional_row(scale, dtype, x.shape[1]), dtype, x.shape[0], x.shape[1], x.stride[0], eps, round_first, y.data};
   py::gil_scoped_release released;
   rms_norm_cpu(call);
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .ops._border import FLOATS
+from .ops._border import has_kernel
 from .ops.rms_norm import run_norm
 
 
@@ -22,7 +22,7 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of ``x`` (..., size); the operator where it has a kernel, torch's where gradients flow."""
-    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype not in FLOATS:
+    if torch.is_grad_enabled() or not has_kernel(x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return run_norm(x, weight, eps, False)
 

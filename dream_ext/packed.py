@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dream_ext.norms import plain_norms, quicken, slow
-from dream_ext.ops._border import FLOATS
+from dream_ext.ops._border import FLOATS, has_kernel
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
 from dream_ext.swapping import blank
 
@@ -96,8 +96,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def packable(model: nn.Module) -> bool:
     """Whether the model's device and dtype have packed kernels; see `CannotPack` for what else can be in the way."""
-    weight = model.get_input_embeddings().weight
-    return weight.device.type == "cpu" and weight.dtype in FLOATS
+    return has_kernel(model.get_input_embeddings().weight)
 
 
 class CannotPack(ValueError):

@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from . import __version__
 from . import cache as kv
 from .growth import grow_tree
+from .timing import synchronize
 from .tree import MAX_NODES, Tree, TreeShape
 from .verify import verify
 
@@ -87,12 +88,10 @@ def choose(yields: tuple[Yield, ...], costs: Costs) -> TreeShape:
 def _median_ms(call: Callable[[], object], device: torch.device) -> float:
     times = []
     for _ in range(WARM + TIMED):
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[WARM:])
 

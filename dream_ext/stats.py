@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from dream_ext.profiling import nvtx_range
+from dream_ext.timing import synchronize
 from dream_ext.tree import TreeShape
 
 PHASES = ("prefill", "draft", "verify", "accept", "keep")
@@ -85,8 +86,7 @@ class PhaseClock:
         self.started = self._now()
 
     def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return time.perf_counter()
 
     @contextmanager

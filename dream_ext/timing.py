@@ -16,7 +16,8 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device's queue; nothing to wait for on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -32,7 +33,7 @@ class TokenClock(StoppingCriteria):
         # Kernels are queued: without waiting once, the first stamp would leave out the prefill. Waiting for every token
         # would slow plain decoding.
         if not self.marks:
-            _synchronize(input_ids.device)
+            synchronize(input_ids.device)
         self.marks.append((input_ids.shape[1] - self.prompt_length, time.perf_counter()))
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -100,10 +101,10 @@ def timed_answer(
     hook = target.get_decoder().register_forward_hook(count)
     try:
         torch.manual_seed(seed)
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         out = generate(**inputs, **options, stopping_criteria=StoppingCriteriaList([clock]))
-        _synchronize(device)
+        synchronize(device)
         end = time.perf_counter()
     finally:
         hook.remove()

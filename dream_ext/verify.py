@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from dream_ext.ops._border import FLOATS
+from dream_ext.ops._border import has_kernel
 from dream_ext.ops.tree_attention import TreeAttentionPlan
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.attention import is_stock_sdpa, tree_route
@@ -37,7 +37,7 @@ def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContex
     Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA) they use the
     target's own with the mask of `tree_mask`.
     """
-    if adapter.device.type != "cpu" or adapter.dtype not in FLOATS or not is_stock_sdpa(adapter):
+    if not has_kernel(adapter.embed.weight) or not is_stock_sdpa(adapter):
         return nullcontext()
     length, padding = prefix.numel(), None
     if not prefix.all():

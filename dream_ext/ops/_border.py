@@ -17,6 +17,11 @@ INT64 = (torch.int64,)
 MAX_NODES = 64  # an ancestor mask is one 64-bit word per node
 
 
+def has_kernel(x: Tensor) -> bool:
+    """Whether the floating-point operators have a kernel for a tensor of this device and dtype."""
+    return x.device.type == "cpu" and x.dtype in FLOATS
+
+
 def _words(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 

@@ -33,24 +33,28 @@ class Asker:
         self.processor.tokenizer.padding_side = "left"
         self.model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
 
+    def _inputs(self, pairs: list[tuple[Image.Image, str]]):
+        chats = [
+            [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
+            for image, question in pairs
+        ]
+        inputs = self.processor.apply_chat_template(
+            chats,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            processor_kwargs={"padding": True},
+        )
+        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        return inputs
+
     @torch.inference_mode()
     def ask(self, pairs: list[tuple[Image.Image, str]], new: int) -> list[list[int]]:
         """Answer ids without the end token and what follows it."""
         answers: list[list[int]] = []
         for start in range(0, len(pairs), BATCH):
-            chats = [
-                [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
-                for image, question in pairs[start : start + BATCH]
-            ]
-            inputs = self.processor.apply_chat_template(
-                chats,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                return_tensors="pt",
-                processor_kwargs={"padding": True},
-            )
-            inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+            inputs = self._inputs(pairs[start : start + BATCH])
             out = self.model.generate(**inputs, max_new_tokens=new, do_sample=False)[
                 :, inputs["input_ids"].shape[1] :
             ].tolist()
@@ -63,11 +67,7 @@ class Asker:
     @torch.inference_mode()
     def likelihood(self, image: Image.Image, question: str, answers: list[str]) -> list[float]:
         """Mean log-likelihood per token of each answer to the question."""
-        chat = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
-        inputs = self.processor.apply_chat_template(
-            [chat], add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
-        )
-        inputs["pixel_values"] = inputs["pixel_values"].to(self.model.dtype)
+        inputs = self._inputs([(image, question)])
         prompt = self.model(**inputs, use_cache=True, logits_to_keep=1)
         length, found = inputs["input_ids"].shape[1], []
         for answer in answers:

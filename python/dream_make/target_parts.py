@@ -30,7 +30,7 @@ def write_language(gguf: Path, out: Path) -> None:
 
 def write_vision(checkpoint: Path, out: Path) -> None:
     """The vision tower in HF format (fp32), and its ImageNet classifier for the warm start."""
-    source = torch.load(checkpoint, map_location="cpu", weights_only=True)
+    source = demo_build.read_checkpoint(checkpoint)
     tower = EfficientNetLite0(demo_build.build_vision_config())
     tower.load_state_dict(convert_state(source))
     tower.save_pretrained(out)
