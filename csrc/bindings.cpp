@@ -15,6 +15,7 @@
 #include "dream/keep_path.h"
 #include "dream/rank_tree.h"
 #include "dream/rms_norm.h"
+#include "dream/sample_tree.h"
 #include "dream/select_visual.h"
 #include "dream/skinny_linear.h"
 #include "dream/tree_attention.h"
@@ -29,24 +30,26 @@ using py::handle;
 namespace dream {
 namespace {
 
-View cpu(handle tensor, int ndim) {
-  const View view = read(tensor);
+const View& on_cpu(const View& view, int ndim) {
   if (view.device_type != 1 || view.ndim != ndim) throw py::type_error("wanted a CPU tensor of " + std::to_string(ndim) + " dimensions");
   if (ndim && view.elements() > 0 && view.shape[ndim - 1] > 1 && view.stride[ndim - 1] != 1)
     throw py::type_error("wanted a contiguous last dimension");
   return view;
 }
+View cpu(handle tensor, int ndim) { return on_cpu(read(tensor), ndim); }
 
 template <class T>
-T* vector(handle tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
-  const View view = cpu(tensor, read(tensor).ndim);
+T* vector(const View& tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
+  const View& view = on_cpu(tensor, tensor.ndim);
   const bool rows = size > 0 && view.ndim == 2 && view.shape[0] > 1 && view.stride[0] != view.shape[1];
   if (!view.is(kind, sizeof(T)) || view.ndim > 2 || rows || view.elements() != size)
     throw py::type_error("wanted " + std::to_string(size) + " contiguous elements of the right type");
   return reinterpret_cast<T*>(view.data);
 }
-int64_t* ids(handle tensor, int64_t size) { return vector<int64_t>(tensor, Kind::integer, size); }
-float* floats(handle tensor, int64_t size) { return vector<float>(tensor, Kind::real, size); }
+int64_t* ids(const View& view, int64_t size) { return vector<int64_t>(view, Kind::integer, size); }
+float* floats(const View& view, int64_t size) { return vector<float>(view, Kind::real, size); }
+int64_t* ids(handle tensor, int64_t size) { return ids(read(tensor), size); }
+float* floats(handle tensor, int64_t size) { return floats(read(tensor), size); }
 
 Dtype float_type(const View& view) {
   if (view.is(Kind::real, 4)) return Dtype::f32;
@@ -72,22 +75,64 @@ void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumula
   expand_tree_cpu(call);
 }
 
-void bind_rank_tree(handle scores, handle parents, handle picked, handle tree) {
-  const int64_t candidates = cpu(scores, 1).shape[0], picks = cpu(picked, 1).shape[0];
+void bind_rank_tree(handle scores, handle parents, handle picked, handle tree_parents, handle depth, handle ancestors) {
+  const View score = cpu(scores, 1), pick = cpu(picked, 1);
+  const int64_t candidates = score.shape[0], picks = pick.shape[0];
   if (picks > candidates || picks > 63) throw py::value_error("picks");
-  int64_t* const rows = ids(tree, 3 * (picks + 1));
-  const RankTree call{floats(scores, candidates), ids(parents, candidates), candidates,           picks,
-                      ids(picked, picks),         rows,                     rows + (picks + 1), rows + 2 * (picks + 1)};
-  py::gil_scoped_release released;
-  rank_tree_cpu(call);
+  const RankTree call{floats(score, candidates), ids(parents, candidates),     candidates,            picks,
+                      ids(pick, picks),          ids(tree_parents, picks + 1), ids(depth, picks + 1), ids(ancestors, picks + 1)};
+  rank_tree_cpu(call);  // a microsecond or two: to let the GIL go would cost as much
 }
 
-py::tuple bind_verify_tree(handle tokens, handle parents, handle choices, handle path) {
-  const int64_t nodes = cpu(tokens, 1).shape[0];
+template <class Call>
+py::tuple accepted(const Call& call) {
+  py::list path(call.length);
+  for (int64_t i = 0; i < call.length; ++i) path[i] = py::int_(call.path[i]);
+  return py::make_tuple(std::move(path), call.bonus);
+}
+
+// `choices` are ids (nodes), or logits (nodes, vocab).
+py::tuple bind_verify_tree(handle tokens, handle parents, handle choices) {
+  const View t = cpu(tokens, 1), c = read(choices);
+  const int64_t nodes = t.shape[0];
   if (nodes < 1) throw py::value_error("nodes");
-  VerifyTree call{ids(tokens, nodes), ids(parents, nodes), ids(choices, nodes), nodes, ids(path, nodes), 0, 0};
-  verify_tree_cpu(call);
-  return py::make_tuple(call.length, call.bonus);
+  std::vector<int64_t> path(nodes);
+  VerifyTree call{ids(t, nodes), ids(parents, nodes), nullptr, nullptr, Dtype::f32, nodes, 0, 0, path.data(), 0, 0};
+  if (c.ndim == 2) {
+    on_cpu(c, 2);
+    if (c.shape[0] != nodes || c.shape[1] < 1) throw py::type_error("logits do not fit");
+    call.logits = c.data, call.dtype = float_type(c), call.vocab = c.shape[1], call.row_stride = c.stride[0];
+    py::gil_scoped_release released;
+    verify_tree_cpu(call);
+  } else {
+    call.choices = ids(c, nodes);
+    verify_tree_cpu(call);
+  }
+  return accepted(call);
+}
+
+py::tuple bind_sample_tree(handle tokens, handle parents, handle depth, handle probabilities, handle noise) {
+  const View t = cpu(tokens, 1), p = cpu(probabilities, 2), e = cpu(noise, 2);
+  const int64_t nodes = t.shape[0], vocab = p.shape[1];
+  const bool fits = nodes > 0 && vocab > 0 && p.shape[0] == nodes && e.shape[1] == vocab && p.is(Kind::real, 4) && e.is(Kind::real, 4);
+  if (!fits) throw py::type_error("tokens, probabilities and noise do not fit");
+  std::vector<int64_t> path(nodes);
+  SampleTree call{ids(t, nodes), ids(parents, nodes), ids(depth, nodes), reinterpret_cast<const float*>(p.data),
+                  reinterpret_cast<const float*>(e.data), nodes, vocab, e.shape[0], p.stride[0], e.stride[0], path.data(), 0, 0};
+  {
+    py::gil_scoped_release released;
+    sample_tree_cpu(call);
+  }
+  return accepted(call);
+}
+
+int64_t bind_sample_row(handle probabilities, handle noise) {
+  const View p = read(probabilities);
+  const int64_t vocab = p.elements();
+  if (vocab < 1) throw py::type_error("probabilities");
+  const float *row = floats(p, vocab), *variates = floats(noise, vocab);
+  py::gil_scoped_release released;
+  return sample_row_cpu(row, variates, vocab);
 }
 
 // The cache tensors of one call, checked: four dimensions, one device, contiguous rows, no element twice.
@@ -195,7 +240,7 @@ void bind_attention_entropy(handle query, handle key, float scale, handle entrop
 
 template <class T>
 const T* optional(handle tensor, Kind kind, int64_t size) {
-  return tensor.is_none() ? nullptr : vector<T>(tensor, kind, size);
+  return tensor.is_none() ? nullptr : vector<T>(read(tensor), kind, size);
 }
 
 void bind_tree_attention(handle query, handle key, handle value, handle lengths, handle ancestors, handle padding, handle depth,
@@ -311,6 +356,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("expand_tree", &dream::bind_expand_tree);
   m.def("rank_tree", &dream::bind_rank_tree);
   m.def("verify_tree", &dream::bind_verify_tree);
+  m.def("sample_tree", &dream::bind_sample_tree);
+  m.def("sample_row", &dream::bind_sample_row);
   m.def("keep_path", &dream::bind_keep_path);
   m.def("select_visual", &dream::bind_select_visual);
   m.def("attention_mass", &dream::bind_attention_mass);

@@ -28,7 +28,7 @@ def imports(path: Path) -> set[str]:
 
 
 def test_the_list_is_not_empty():
-    assert {"expand_tree", "rank_tree", "verify_tree", "keep_path", "select_visual"} <= set(OPERATORS)
+    assert {"expand_tree", "rank_tree", "verify_tree", "sample_tree", "keep_path", "select_visual"} <= set(OPERATORS)
 
 
 @pytest.mark.parametrize("op", OPERATORS)

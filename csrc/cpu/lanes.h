@@ -55,6 +55,13 @@ DREAM_INLINE ints lane_ids() {
   return x;
 }
 
+DREAM_INLINE bool any(ints mask) {  // of a comparison: lanes of 0 or -1
+  uint64_t word[sizeof mask / 8], all = 0;
+  memcpy(word, &mask, sizeof mask);
+  for (uint64_t w : word) all |= w;
+  return all != 0;
+}
+
 template <class Op>
 DREAM_INLINE float reduce(floats x, Op op) {  // a fixed binary tree
   float lane[kLanes];

@@ -27,7 +27,7 @@ void rank_tree_cpu(const RankTree& call) {
   const auto better = [&](int64_t a, int64_t b) {
     return call.scores[a] > call.scores[b] || (call.scores[a] == call.scores[b] && a < b);
   };
-  std::partial_sort(order.begin(), order.begin() + call.picks, order.end(), better);
+  if (call.picks < call.candidates) std::nth_element(order.begin(), order.begin() + call.picks, order.end(), better);
   std::sort(order.begin(), order.begin() + call.picks);
 
   std::vector<int64_t> node_of(call.candidates, -1);

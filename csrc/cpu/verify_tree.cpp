@@ -1,25 +1,58 @@
 #include "dream/verify_tree.h"
 
-#include <stdexcept>
-#include <string>
+#include "cpu/isa.h"
+#include "cpu/lanes.h"
 
 namespace dream {
 
-void verify_tree_cpu(VerifyTree& call) {
-  for (int64_t i = 0; i < call.nodes; ++i) {
-    const int64_t parent = call.parents[i];
-    if (i == 0 ? parent != -1 : (parent < 0 || parent >= i))
-      throw std::invalid_argument("verify_tree: parents: wanted " +
-                                  (i == 0 ? std::string("-1") : "an index in [0, " + std::to_string(i) + ")") + " at " +
-                                  std::to_string(i) + ", got " + std::to_string(parent));
-  }
-  int64_t last = 0;
-  call.path[0] = 0;
-  call.length = 1;
-  // Children come after their parent, so one pass over the nodes finds the whole path.
-  for (int64_t i = 1; i < call.nodes; ++i)
-    if (call.parents[i] == last && call.tokens[i] == call.choices[last]) call.path[call.length++] = last = i;
-  call.bonus = call.choices[last];
-}
+struct Logits {
+  const void* row;
+  Dtype dtype;
+  int64_t vocab;
+};
 
 }  // namespace dream
+
+namespace dream::DREAM_ISA {
+
+constexpr int64_t kBlock = 256;  // logits looked at together when hunting for a greater one
+
+// As torch.argmax: the lowest index among equals, and NaN counts as the greatest number.
+template <class T>
+DREAM_INLINE int64_t argmax(const T* x, int64_t vocab) {
+  float high = scalar(x);
+  int64_t best = 0;
+  for (int64_t i = 0; i < vocab && high == high; i += kBlock) {
+    const int64_t end = i + kBlock < vocab ? i + kBlock : vocab;
+    if (end - i == kBlock) {
+      ints over = {};
+      for (int64_t j = i; j < end; j += kLanes) over |= ~(ints)(load(x + j) <= high);
+      if (!any(over)) continue;
+    }
+    for (int64_t j = i; j < end && high == high; ++j)
+      if (!(scalar(x + j) <= high)) high = scalar(x + j), best = j;
+  }
+  return best;
+}
+
+int64_t best_token(const Logits& call) {
+  return call.dtype == Dtype::f32 ? argmax(static_cast<const float*>(call.row), call.vocab)
+                                  : argmax(static_cast<const bf16*>(call.row), call.vocab);
+}
+
+}  // namespace dream::DREAM_ISA
+
+#ifdef DREAM_DISPATCHER
+#include "cpu/walk.h"
+
+DREAM_DISPATCH(int64_t, best_token, const Logits&)
+
+void dream::verify_tree_cpu(VerifyTree& call) {
+  check_parents("verify_tree", call.parents, call.nodes);
+  const int64_t row_bytes = call.row_stride * (call.dtype == Dtype::f32 ? 4 : 2);
+  walk(call, [&](int64_t node) {
+    if (call.choices) return call.choices[node];
+    return best_token_dispatch({static_cast<const char*>(call.logits) + node * row_bytes, call.dtype, call.vocab});
+  });
+}
+#endif

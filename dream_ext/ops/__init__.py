@@ -11,6 +11,7 @@ from .expand_tree import expand_tree, expand_tree_ref
 from .keep_path import keep_path, keep_path_ref
 from .rank_tree import rank_tree, rank_tree_ref
 from .rms_norm import rms_norm, rms_norm_ref
+from .sample_tree import sample_tree, sample_tree_ref
 from .select_visual import select_visual, select_visual_ref
 from .skinny_linear import PackedWeight, skinny_linear, skinny_linear_ref
 from .tree_attention import tree_attention, tree_attention_ref
@@ -30,6 +31,8 @@ __all__ = [
     "rank_tree_ref",
     "rms_norm",
     "rms_norm_ref",
+    "sample_tree",
+    "sample_tree_ref",
     "select_visual",
     "select_visual_ref",
     "skinny_linear",

@@ -60,13 +60,16 @@ class Border:
         return value
 
     def _shape(self, name: str, value: Tensor, dims: Sequence[str]) -> None:
-        shape = tuple(value.shape)
+        shape, sizes = value.shape, self.sizes
         open_end = bool(dims) and dims[-1] == "..."
         named = dims[:-1] if open_end else dims
         fits = len(shape) >= len(named) if open_end else len(shape) == len(named)
-        if not fits or any(self.sizes.setdefault(d, s) != s for d, s in zip(named, shape)):
-            known = ", ".join(f"{d}={self.sizes[d]}" if d in self.sizes else d for d in dims)
-            raise self.refuse(name, f"shape ({known})", shape)
+        if fits:
+            for dim, size in zip(named, shape):
+                fits = fits and sizes.setdefault(dim, size) == size
+        if not fits:
+            known = ", ".join(f"{d}={sizes[d]}" if d in sizes else d for d in dims)
+            raise self.refuse(name, f"shape ({known})", tuple(shape))
 
     def integer(self, name: str, value: int, low: int, high: int | None = None, meaning: str = "") -> int:
         """An int with low <= value <= high."""

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from laws import quick, refuses, refuses_other_devices, refuses_when_not_built
 
 from dream_ext.ops import rank_tree, rank_tree_ref
+from dream_ext.ops.rank_tree import run_rank
 
 
 @st.composite
@@ -27,6 +28,15 @@ def test_equals_the_reference(draft):
     """Catches ties that drop a parent, and bit 63 of a full tree's ancestor mask."""
     for got, want in zip(rank_tree(*draft), rank_tree_ref(*draft)):
         assert got.dtype == torch.int64 and torch.equal(got, want)
+
+
+@quick
+@given(drafts(), drafts())
+def test_results_stay_what_they_were(first, second):
+    """Catches outputs that two calls share."""
+    results = run_rank(*first)
+    run_rank(*first[:2], 1), run_rank(*second)
+    assert all(torch.equal(got, want) for got, want in zip(results, rank_tree_ref(*first)))
 
 
 @quick

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import quick, refuses, refuses_other_devices, refuses_when_not_built
+from laws import LEVELS, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
 
 from dream_ext.ops import verify_tree, verify_tree_ref
+from dream_ext.ops.verify_tree import run_verify
+
+INF = float("inf")
+ROOT = (torch.tensor([0]), torch.tensor([-1]))
 
 
 @st.composite
@@ -29,6 +34,10 @@ def test_equals_the_reference(tree):
     path, bonus = verify_tree(*tree)
     want_path, want_bonus = verify_tree_ref(*tree)
     assert torch.equal(path, want_path) and bonus == want_bonus and type(bonus) is int
+    assert run_verify(*tree) == (path.tolist(), bonus)
+    tokens, parents, choices = tree
+    logits = strided(torch.eye(3)[choices].bfloat16())
+    assert run_verify(tokens, parents, logits) == (path.tolist(), bonus)
 
 
 @quick
@@ -54,11 +63,37 @@ def test_a_full_path_is_accepted_whole():
     assert torch.equal(path, tokens) and bonus == 64
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [1, 3, 4, 5, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1000, 49152])
+def test_argmax_is_torchs(level, dtype, vocab):
+    """Catches a tail that is skipped, ties that go to a later token, NaN or infinity passed over, and a row that ends
+    in its neighbour: few values make many ties."""
+    g = torch.Generator().manual_seed(vocab)
+    for values in ((-2.0, 0.5, 1.0), (-INF, -1.0), (INF, 0.0), (-INF,), (-3.0, float("nan"))):
+        for _ in range(4):
+            row = torch.tensor(values)[torch.randint(0, len(values), (vocab,), generator=g)].to(dtype)
+            row[: vocab // 2] = min(values)  # the best one lies anywhere
+            with using(level):
+                assert verify_tree(*ROOT, strided(row[None]))[1] == int(row.argmax())
+
+
+def test_logits_off_the_path_are_never_read():
+    """Catches a kernel that takes the argmax of every row: NaN would be chosen there."""
+    logits = torch.full((3, 5), float("nan"))
+    logits[0], logits[2] = torch.eye(5)[3], torch.eye(5)[1]
+    path, bonus = verify_tree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 0]), logits)
+    assert path.tolist() == [0, 2] and bonus == 1
+
+
 def test_refusals(monkeypatch):
     ids = torch.tensor([-1, 0])
     refuses(lambda: verify_tree(ids[:0], ids[:0], ids[:0]), "verify_tree", "tokens", "root")
     refuses(lambda: verify_tree(ids, ids[:1], ids), "parents", "nodes=2", "(1,)")
     refuses(lambda: verify_tree(ids, ids, ids.float()), "choices", "int64", "float32", kind=TypeError)
+    refuses(lambda: verify_tree(ids, ids, torch.zeros(2, 3).half()), "choices", "float32 or bfloat16", kind=TypeError)
+    refuses(lambda: verify_tree(ids, ids, torch.zeros(2, 0)), "vocab", "at least 1", "0")
+    refuses(lambda: verify_tree(ids, ids, torch.zeros(3, 2)), "choices", "nodes=2", "(3, 2)")
     refuses(lambda: verify_tree(ids, torch.tensor([0, 0]), ids), "parents", "-1", "got 0")
     refuses(lambda: verify_tree(ids, torch.tensor([-1, 1]), ids), "parents", "[0, 1)", "got 1")
     refuses(lambda: verify_tree(ids, torch.tensor([-1, -1]), ids), "parents", "got -1")
