@@ -1,23 +1,32 @@
 """The noise of sampling, seen by the drafter before the target's turn comes.
 
-`torch.multinomial` of one sample is `argmax(p / e)` with exponential variates e, one per token of the vocabulary, from
-the device's default generator. Tokens are chosen by `multinomial` itself, one call each as in plain decoding; a copy of
-the generator tells what the coming calls will draw. Should somebody draw in between, the forecast was wrong and a draft
-was wasted: the text is the same.
+`torch.multinomial` of one sample is `argmax(p / e)` with exponential variates e, one per token of the vocabulary,
+from the device's default generator. A copy of the generator draws the noise of coming choices; on a CPU one draw takes
+longer than all the rest of a choice. A choice whose noise was foreseen uses it, and moves the default generator to
+where `multinomial` would have left it. Should somebody have drawn in between, the forecast was wrong and a draft was
+wasted: `multinomial` chooses, and the text is the same.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import deque
+
 import torch
 from torch import Tensor
+
+from dream_ext.ops.sample_tree import sample_row
 
 # Sharpness of the drafter's scores under noise: log softmax(SHARPNESS * (log q - log e)). The drafter's q is not the
 # target's p; below 1 the scores admit that its favourite under the noise may not be the target's.
 SHARPNESS = 0.75
 
+# Held while a default generator is compared with a forecast and moved: two decoders must not both use one draw.
+_MOVING = threading.Lock()
+
 
 class Sampler:
-    """Chooses a token by `torch.multinomial`, and scores drafts by the noise that the coming choices will meet.
+    """Chooses the token that `torch.multinomial` draws, and scores drafts by the noise that the coming choices meet.
 
     Args:
         device: where the scores are.
@@ -28,12 +37,33 @@ class Sampler:
         self.temperature = temperature
         self._device = device
         self._copy = torch.Generator(device)
-        self._state: Tensor | None = None  # of the default generator, when `_ahead` was drawn
-        self._ahead: list[Tensor] = []
+        self._state: Tensor | None = None  # of the default generator, when the first of `_ahead` is right
+        self._ahead: deque[tuple[Tensor, Tensor]] = deque()  # noise (1, vocab), and the generator's state behind it
 
     def __call__(self, scores: Tensor) -> Tensor:
         """(1, vocab) processed scores -> (1,) token id."""
-        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        p = torch.softmax(scores, dim=-1)
+        token = self._foreseen(p)
+        return torch.multinomial(p, num_samples=1).squeeze(1) if token is None else token
+
+    def _foreseen(self, p: Tensor) -> Tensor | None:
+        """The choice by noise that is already drawn; None where `multinomial` must choose: no such noise, no kernel, or
+        no distribution, which is for `multinomial` to refuse."""
+        if not self._ahead or p.device.type != "cpu" or p.dtype != torch.float32:
+            return None
+        noise, after = self._ahead[0]
+        if noise.shape != p.shape:
+            return None
+        with _MOVING:
+            if not torch.equal(torch.get_rng_state(), self._state):
+                return None
+            token = sample_row(p, noise)
+            if token < 0:
+                return None
+            torch.set_rng_state(after)
+        self._state = after
+        self._ahead.popleft()
+        return torch.tensor([token], device=p.device)
 
     def forecast(self, step: int, vocab: int) -> Tensor:
         """Noise (vocab,) fp32 that the choice ``step`` choices after the next one will draw."""
@@ -41,11 +71,13 @@ class Sampler:
         state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
         if self._state is None or not torch.equal(state, self._state):
             self._copy.set_state(state)
-            self._state, self._ahead = state, []
+            self._state = state
+            self._ahead.clear()
         while len(self._ahead) <= step:
             noise = torch.empty(1, vocab, device=self._device, dtype=torch.float32)
-            self._ahead.append(noise.exponential_(generator=self._copy)[0])
-        return self._ahead[step]
+            noise.exponential_(generator=self._copy)
+            self._ahead.append((noise, self._copy.get_state()))
+        return self._ahead[step][0][0]
 
     def draft_scores(self, logits: Tensor, level: int, vocab: Tensor | None, size: int) -> Tensor:
         """Draft logits whose softmax says how likely each token is to be chosen at ``level``, given that step's noise.

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from dream_ext.ops._border import has_kernel, unit_stride
+from dream_ext.ops.verify_tree import run_verify
 from dream_ext.tree import Tree
 
 Chooser = Callable[[Tensor], Tensor]
@@ -58,6 +60,11 @@ class Emitter:
         limit = self.criteria.max_length
         return None if limit is None else limit - self.input_ids.shape[1]
 
+    @property
+    def argmax_alone(self) -> bool:
+        """Whether every token is the argmax of its raw logits, and nobody wants to see them."""
+        return self.choose is greedy and not self.processors and self.scores is None and self.logits is None
+
     def emit(self, logits: Tensor) -> int:
         """Choose, append and announce the token after the current prefix.
 
@@ -72,7 +79,10 @@ class Emitter:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        token = self.choose(scores)
+        return self.append(self.choose(scores))
+
+    def append(self, token: Tensor) -> int:
+        """Append and announce a chosen token (1,); returns it as `emit` does."""
         self.input_ids = torch.cat([self.input_ids, token[:, None]], dim=-1)
         self.emitted += 1
         if self.streamer is not None:
@@ -90,8 +100,22 @@ def walk(tree: Tree, logits: Tensor, emitter: Emitter, path: list[int]) -> None:
             tokens are exactly those of the text that the target has forwarded: the token emitted last is never among
             them.
     """
+    if emitter.argmax_alone and has_kernel(logits):
+        _walk_argmax(tree, logits, emitter, path)
+        return
     node: int | None = 0
     while node is not None:
         path.append(node)
         token = emitter.emit(logits[node])
         node = None if emitter.done else tree.child(node, token)
+
+
+def _walk_argmax(tree: Tree, logits: Tensor, emitter: Emitter, path: list[int]) -> None:
+    """`walk` where no token waits for the one before it: all of them are found in one pass, then emitted one by one."""
+    nodes, bonus = run_verify(tree.tokens, tree.parents, unit_stride(logits))
+    tokens = tree.tokens.tolist()
+    for node, token in zip(nodes, [*(tokens[node] for node in nodes[1:]), bonus], strict=True):
+        path.append(node)
+        emitter.append(torch.tensor([token], device=emitter.input_ids.device))
+        if emitter.done:
+            return
