@@ -1,14 +1,16 @@
 """Time every operator against stock torch on the CPU: python bench/ops.py [--json FILE] [--threads N] [--ops NAME ...]
 
 Sizes are those of decoding. Both sides run in turn in one process, and the figure is the median. What is not measured:
-preparation that happens once for many calls (packing a weight, making the mask of a forward). Weights are as many as
-leave the caches between two uses, as in a model. Errors are the largest difference from the same formula in float64.
+preparation that happens once for many calls (packing a weight, making the mask of a forward). Tree operators are called
+as the loop calls them; "checked" adds the check of the arguments. Weights are as many as leave the caches between two
+uses, as in a model. Errors are the largest difference from the same formula in float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import statistics
 import sys
@@ -26,6 +28,9 @@ from dream_ext import ops
 from dream_ext.bench import now
 from dream_ext.bench_run import git_commit
 from dream_ext.doctor import cpu_model
+from dream_ext.ops.rank_tree import run_rank
+from dream_ext.ops.sample_tree import run_sample
+from dream_ext.ops.verify_tree import run_verify
 
 SECONDS = 0.5
 CACHE_BYTES = 96 << 20  # more than the last-level cache share of a core
@@ -106,16 +111,46 @@ def draft_cases(g: torch.Generator) -> Iterator[Case]:
             yield Case("expand_tree", f"4 rows of {vocabulary}", name_of(dtype), partial(ops.expand_tree, *call),
                        partial(stock_expand, *call), partial(ops.expand_tree_ref, *wide(call)))  # fmt: skip
     for nodes in (16, 64):
-        tokens, choices = torch.randint(0, 50, (2, nodes), generator=g)
-        call = (tokens, random_tree(nodes, g), choices)
-        yield Case("verify_tree", f"{nodes} nodes", "int64", partial(ops.verify_tree, *call),
-                   partial(ops.verify_tree_ref, *call))  # fmt: skip
         origin, scores = random_tree(3 * nodes + 1, g)[1:] - 1, torch.zeros(3 * nodes)
         for i, parent in enumerate(origin.tolist()):
             scores[i] = (scores[parent] if parent >= 0 else 0.0) - torch.rand((), generator=g)
-        call = (scores, origin, nodes)
-        yield Case("rank_tree", f"{nodes} of {3 * nodes} candidates", "float32", partial(ops.rank_tree, *call),
-                   partial(ops.rank_tree_ref, *call))  # fmt: skip
+        call, case = (scores, origin, nodes), f"{nodes} of {3 * nodes} candidates"
+        for what, function in (("", run_rank), (", checked", ops.rank_tree)):
+            yield Case("rank_tree", case + what, "float32", partial(function, *call),
+                       partial(ops.rank_tree_ref, *call))  # fmt: skip
+
+
+def accept_cases(g: torch.Generator) -> Iterator[Case]:
+    """Trees in which `length` nodes are accepted, the root included; the other side is the walk of the reference."""
+    vocabulary = 49152
+    logits = (torch.randn(64, vocabulary, generator=g) * 2).bfloat16()
+    noise, p = torch.empty(64, vocabulary).exponential_(generator=g), torch.softmax(logits.float(), -1)
+    for nodes, length in itertools.product((16, 64), (1, 4, 7)):
+        path = [0, *sorted((1 + torch.randperm(nodes - 1, generator=g)[: length - 1]).tolist())]
+        parents, depth = random_tree(nodes, g), [0]
+        for above, node in itertools.pairwise(path):
+            parents[node] = above
+        for parent in parents.tolist()[1:]:
+            depth.append(depth[parent] + 1)
+        greedy, drawn = logits[:nodes].argmax(-1), (p[:nodes] / noise[depth]).argmax(-1)
+
+        def tokens(choices: torch.Tensor, path: list[int] = path) -> torch.Tensor:
+            held = torch.full_like(choices, -1)
+            held[path[1:]] = choices[path[:-1]]
+            return held
+
+        verified = (tokens(greedy), parents)
+        sampled = (tokens(drawn), parents, torch.tensor(depth), p[:nodes], noise[: max(depth) + 1])
+        case = f"{nodes} nodes, path of {length}"
+        for op, dtype, what, run, checked, reference, call in (
+            ("verify_tree", "int64", "", run_verify, ops.verify_tree, ops.verify_tree_ref, (*verified, greedy)),
+            ("verify_tree", "bfloat16", f", {vocabulary} logits", run_verify, ops.verify_tree, ops.verify_tree_ref,
+             (*verified, logits[:nodes])),
+            ("sample_tree", "float32", f", {vocabulary} tokens", run_sample, ops.sample_tree, ops.sample_tree_ref,
+             sampled),
+        ):  # fmt: skip
+            for check, function in (("", run), (", checked", checked)):
+                yield Case(op, case + what + check, dtype, partial(function, *call), partial(reference, *call))
 
 
 def memory_cases(g: torch.Generator) -> Iterator[Case]:
@@ -229,7 +264,7 @@ def main() -> None:
     if sys.platform == "linux":  # give freed blocks back at once, so that the peak of a call can be read
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
     rows, g = [], torch.Generator().manual_seed(0)
-    for part in (draft_cases, memory_cases, attention_cases, linear_cases):
+    for part in (draft_cases, accept_cases, memory_cases, attention_cases, linear_cases):
         for case in part(g):
             if options.ops and case.op not in options.ops:
                 continue
