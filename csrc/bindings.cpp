@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "block_plan.h"
 #include "border.h"
 #include "cpu/isa.h"
 #include "dream/attention_entropy.h"
@@ -29,14 +30,6 @@ using py::handle;
 namespace dream {
 namespace {
 
-View cpu(handle tensor, int ndim) {
-  const View view = read(tensor);
-  if (view.device_type != 1 || view.ndim != ndim) throw py::type_error("wanted a CPU tensor of " + std::to_string(ndim) + " dimensions");
-  if (ndim && view.elements() > 0 && view.shape[ndim - 1] > 1 && view.stride[ndim - 1] != 1)
-    throw py::type_error("wanted a contiguous last dimension");
-  return view;
-}
-
 template <class T>
 T* vector(handle tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
   const View view = cpu(tensor, read(tensor).ndim);
@@ -47,19 +40,6 @@ T* vector(handle tensor, Kind kind, int64_t size) {  // contiguous, `size` eleme
 }
 int64_t* ids(handle tensor, int64_t size) { return vector<int64_t>(tensor, Kind::integer, size); }
 float* floats(handle tensor, int64_t size) { return vector<float>(tensor, Kind::real, size); }
-
-Dtype float_type(const View& view) {
-  if (view.is(Kind::real, 4)) return Dtype::f32;
-  if (view.is(Kind::bfloat, 2)) return Dtype::bf16;
-  throw py::type_error("wanted float32 or bfloat16");
-}
-
-bool contiguous(const View& view) {
-  int64_t stride = 1;
-  for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
-    if (view.shape[d] > 1 && view.stride[d] != stride) return view.elements() == 0;
-  return true;
-}
 
 void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumulative, handle best, int threads) {
   const View x = cpu(logits, 2);
@@ -221,13 +201,6 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
   tree_attention_cpu(call);
 }
 
-const void* optional_row(handle tensor, Dtype dtype, int64_t size) {
-  if (tensor.is_none()) return nullptr;
-  const View row = cpu(tensor, 1);
-  if (float_type(row) != dtype || row.shape[0] != size) throw py::type_error("bias or weight does not fit");
-  return row.data;
-}
-
 // (weight, packed) of one layer.
 PackLinear linear_pair(handle weight, handle packed) {
   const View w = cpu(weight, 2), p = cpu(packed, 1);
@@ -255,7 +228,7 @@ void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int
   const bool fits = float_type(w) == dtype && float_type(y) == dtype && contiguous(w) && contiguous(y) && x.shape[0] == y.shape[0] &&
                     w.elements() == packed_elements(dtype, y.shape[1], x.shape[1]);
   if (!fits) throw py::type_error("x, packed and y do not fit");
-  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.data, threads};
+  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
   py::gil_scoped_release released;
   skinny_linear_cpu(call);
 }
@@ -317,6 +290,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_entropy", &dream::bind_attention_entropy);
   m.def("tree_attention", &dream::bind_tree_attention);
   m.def("rms_norm", &dream::bind_rms_norm);
+  py::class_<dream::ProjectPlan>(m, "ProjectPlan").def(py::init(&dream::project_plan));
+  py::class_<dream::MergePlan>(m, "MergePlan").def(py::init(&dream::merge_plan));
+  m.def("block_project", &dream::bind_block_project);
+  m.def("block_merge", &dream::bind_block_merge);
   m.def("skinny_linear", &dream::bind_skinny_linear);
   m.def("pack_linear", &dream::bind_pack_linear);
   m.def("unpack_linear", &dream::bind_unpack_linear);

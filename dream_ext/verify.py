@@ -37,7 +37,7 @@ def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContex
     Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA) they use the
     target's own with the mask of `tree_mask`.
     """
-    if not has_kernel(adapter.embed.weight) or not is_stock_sdpa(adapter):
+    if not has_kernel(adapter.embed.weight) or not is_stock_sdpa(adapter.text_config):
         return nullcontext()
     length, padding = prefix.numel(), None
     if not prefix.all():

@@ -47,6 +47,21 @@ DREAM_INLINE void store_scalar(bf16* p, float x) {  // to nearest, ties to even;
   memcpy(&bits, &x, sizeof bits);
   p->bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+DREAM_INLINE void store(bf16* p, floats x) {  // rounds as store_scalar does
+  const words bits = (words)x, even = bits + 0x7fff + ((bits >> 16) & 1), nan = (bits >> 16) | 0x40;
+  const halves top = __builtin_convertvector((x == x ? even >> 16 : nan), halves);
+  memcpy(p, &top, sizeof top);
+}
+// x as it is after a trip through memory of type T.
+template <class T>
+DREAM_INLINE floats rounded(floats x) {
+  if constexpr (sizeof(T) < sizeof(float)) {
+    T memory[kLanes];
+    store(memory, x);
+    x = load(memory);
+  }
+  return x;
+}
 DREAM_INLINE floats broadcast(float x) { return x - floats{}; }
 DREAM_INLINE floats vmax(floats a, floats b) { return a > b ? a : b; }
 DREAM_INLINE ints lane_ids() {
@@ -83,6 +98,18 @@ DREAM_INLINE floats vexp(floats x) {
   const floats power = (floats)((__builtin_convertvector(bounded, ints) + 127) << 23);
   return x < -87.f ? floats{} : p * power;
 }
+
+template <class T>
+struct Room {  // cache-line aligned elements, not initialised
+  T* data;
+  explicit Room(int64_t count) {
+    data = static_cast<T*>(aligned_alloc(64, (static_cast<size_t>(count > 0 ? count : 1) * sizeof(T) + 63) / 64 * 64));
+    if (!data) throw std::bad_alloc();
+  }
+  ~Room() { free(data); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+};
 
 struct Scratch {  // cache-line aligned floats, zeroed
   float* data;

@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -40,6 +41,9 @@ _TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_e
 
 # What an attention function may be asked for beside softmax(scale q k^T + mask) v. A layer that asks gets the original.
 _EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+_ONE = torch.ones(1, 1, dtype=torch.long)  # ancestor bits of a tree of one node
 
 
 class _Entry:
@@ -123,11 +127,21 @@ def capture_attention(adapter: TargetAdapter, layers: Iterable[int]) -> Iterator
         yield captured
 
 
-def is_stock_sdpa(adapter: TargetAdapter) -> bool:
-    """Whether the target's attention is transformers' own SDPA function, not one that somebody put in its place."""
-    name = adapter.text_config._attn_implementation
+def is_stock_sdpa(text_config) -> bool:
+    """Whether a target's attention is transformers' own SDPA function, not one that somebody put in its place."""
+    name = text_config._attn_implementation
     entry = ALL_ATTENTION_FUNCTIONS.get(name)
     return name == "sdpa" and (entry.original if isinstance(entry, _Entry) else entry) is sdpa_attention_forward
+
+
+def takes_rows_of_ours(attention: nn.Module) -> bool:
+    """Whether a layer's attention may be computed without asking: stock SDPA, and nobody watches or routes it."""
+    return not _WATCHERS.get() and _TREE.get() is None and is_stock_sdpa(attention.config)
+
+
+def attend_one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Plain decoding's attention: one query (1, heads, 1, head_dim) over all keys -> (1, 1, heads, head_dim)."""
+    return TreeAttentionPlan(torch.tensor([k.shape[2] - 1]), _ONE, 1)(q, k, v, scale)
 
 
 @contextmanager
