@@ -179,7 +179,7 @@ const T* optional(handle tensor, Kind kind, int64_t size) {
 }
 
 void bind_tree_attention(handle query, handle key, handle value, handle lengths, handle ancestors, handle padding, handle depth,
-                         int64_t window, float scale, handle out, int64_t tree, int threads) {
+                         int64_t window, float cap, float scale, handle out, int64_t tree, int threads) {
   const View q = cpu(query, 4), k = cpu(key, 4), v = cpu(value, 4), o = cpu(out, 4);
   const int64_t batch = q.shape[0], nodes = q.shape[2], slots = k.shape[2];
   const bool fits = k.shape[0] == batch && v.shape[0] == batch && k.shape[1] == v.shape[1] && v.shape[2] == slots &&
@@ -196,7 +196,7 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
       nodes,       tree,        slots,       q.shape[3],    q.stride[0], q.stride[1], q.stride[2],
       k.stride[0], k.stride[1], k.stride[2], v.stride[0],   v.stride[1], v.stride[2], prefix,
       reinterpret_cast<const uint64_t*>(ids(ancestors, batch * nodes)), optional<uint8_t>(padding, Kind::boolean, batch * slots),
-      optional<int64_t>(depth, Kind::integer, batch * nodes), window, scale, o.data, threads};
+      optional<int64_t>(depth, Kind::integer, batch * nodes), window, scale, cap, o.data, threads};
   py::gil_scoped_release released;
   tree_attention_cpu(call);
 }

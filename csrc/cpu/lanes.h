@@ -81,9 +81,12 @@ DREAM_INLINE float reduce(floats x, Op op) {  // a fixed binary tree
 DREAM_INLINE float hmax(floats x) { return reduce(x, [](float a, float b) { return a > b ? a : b; }); }
 DREAM_INLINE float hsum(floats x) { return reduce(x, [](float a, float b) { return a + b; }); }
 
-// e^x for x <= 0. x = n ln 2 + r, |r| <= ln(2)/2; the Taylor series to r^7 leaves a relative error of r^8/8! < 6e-9. Below
-// -87 the result, less than 2^-125, becomes 0. ln 2 is split so that n * hi is exact.
-DREAM_INLINE floats vexp(floats x) {
+// e^x = (1 + grown) power for x <= 0. x = n ln 2 + r, |r| <= ln(2)/2; the Taylor series to r^7 leaves a relative error of
+// r^8/8! < 6e-9. Below -87 the result, less than 2^-125, becomes 0. ln 2 is split so that n * hi is exact.
+struct Exponential {
+  floats r, series, power;  // grown = r series
+};
+DREAM_INLINE Exponential exponential(floats x) {
   const float hi = 0x1.62e4p-1f, lo = 0x1.7f7d1cp-20f, round = 0x1.8p23f;
   const floats n = (x * 0x1.715476p0f + round) - round;
   const floats r = (x - n * hi) - n * lo;
@@ -93,10 +96,18 @@ DREAM_INLINE floats vexp(floats x) {
   p = p * r + 1.f / 6;
   p = p * r + 0.5f;
   p = p * r + 1.f;
-  p = p * r + 1.f;
   const floats bounded = x < -87.f ? floats{} : n;  // keeps the conversion to int defined
   const floats power = (floats)((__builtin_convertvector(bounded, ints) + 127) << 23);
-  return x < -87.f ? floats{} : p * power;
+  return {r, p, power};
+}
+DREAM_INLINE floats vexp(floats x) {
+  const Exponential e = exponential(x);
+  return x < -87.f ? floats{} : (e.series * e.r + 1.f) * e.power;
+}
+// e^x - 1 for x <= 0, without the cancellation near zero.
+DREAM_INLINE floats vexpm1(floats x) {
+  const Exponential e = exponential(x);
+  return x < -87.f ? broadcast(-1.f) : e.series * e.r * e.power + (e.power - 1.f);
 }
 
 template <class T>

@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext.ops.tree_attention import TreeAttentionPlan
+from dream_ext.targets.families import UnsupportedTarget
 
 if TYPE_CHECKING:
     from .adapter import TargetAdapter
@@ -39,7 +40,7 @@ _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("dream_ext_attention_wa
 _TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_ext_tree_attention", default=None)
 
 
-# What an attention function may be asked for beside softmax(scale q k^T + mask) v. A layer that asks gets the original.
+# What an attention function may be asked for beside softmax(scale q k^T + mask) v.
 _EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
@@ -59,7 +60,10 @@ class _Entry:
             if module.config is watcher.config and module.layer_idx in watcher.layers:
                 watcher.visit(module.layer_idx, query, key, scale)
         tree = _TREE.get()
-        if tree is not None and module.config is tree[0] and not any(kwargs.get(name) is not None for name in _EXTRAS):
+        if tree is not None and module.config is tree[0]:
+            for name in _EXTRAS:
+                if kwargs.get(name) is not None:
+                    raise UnsupportedTarget(f"layer {module.layer_idx} attends with {name}, which trees do not know yet")
             return tree[1](query, key, value, scale), None
         original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
