@@ -294,6 +294,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<dream::MergePlan>(m, "MergePlan").def(py::init(&dream::merge_plan));
   m.def("block_project", &dream::bind_block_project);
   m.def("block_merge", &dream::bind_block_merge);
+  m.def("block_step", &dream::bind_block_step);
   m.def("skinny_linear", &dream::bind_skinny_linear);
   m.def("pack_linear", &dream::bind_pack_linear);
   m.def("unpack_linear", &dream::bind_unpack_linear);

@@ -1,6 +1,7 @@
 #include "block_plan.h"
 
 #include "border.h"
+#include "dream/block_step.h"
 #include "dream/skinny_linear.h"
 
 namespace py = pybind11;
@@ -30,6 +31,27 @@ Heads heads_of(py::handle tensor, int64_t heads, int64_t rows, int64_t head_dim,
   if (view.shape[0] != heads || view.shape[1] != rows || view.shape[2] != head_dim || float_type(view) != dtype)
     throw py::type_error("q, k or v does not fit");
   return {view.data, view.stride[0], view.stride[1]};
+}
+
+void set_rows(BlockProject& call, py::handle rows, py::handle cos, py::handle sin, int threads) {
+  const View x = cpu(rows, 2);
+  if (float_type(x) != call.dtype || x.shape[1] != call.in) throw py::type_error("x does not fit");
+  call.x = x.data, call.rows = x.shape[0], call.x_row = x.stride[0], call.threads = threads;
+  if (cos.is_none()) return;
+  const View c = cpu(cos, 2), s = cpu(sin, 2);
+  const bool one = c.shape[0] == 1;
+  const bool fits = c.shape[1] == call.head_dim && s.shape[1] == call.head_dim && s.shape[0] == c.shape[0] &&
+                    (one || (c.shape[0] == call.rows && c.stride[0] == s.stride[0]));
+  if (!fits || float_type(c) != call.dtype || float_type(s) != call.dtype) throw py::type_error("cos and sin do not fit");
+  call.cos = c.data, call.sin = s.data, call.table_row = one ? 0 : c.stride[0];
+}
+
+// Rows of the residual stream, contiguous.
+View stream(py::handle tensor, int64_t rows, const BlockMerge& call) {
+  const View view = cpu(tensor, 2);
+  if (view.shape[0] != rows || view.shape[1] != call.hidden || !contiguous(view) || float_type(view) != call.dtype)
+    throw py::type_error("x or y does not fit");
+  return view;
 }
 
 }  // namespace
@@ -77,17 +99,7 @@ MergePlan merge_plan(const py::tuple& output, int64_t attended_size, const py::t
 void bind_block_project(const ProjectPlan& plan, py::handle rows, py::handle cos, py::handle sin, py::handle q, py::handle k, py::handle v,
                         int threads) {
   BlockProject call = plan.call;
-  const View x = cpu(rows, 2);
-  if (float_type(x) != call.dtype || x.shape[1] != call.in) throw py::type_error("x does not fit");
-  call.x = x.data, call.rows = x.shape[0], call.x_row = x.stride[0], call.threads = threads;
-  if (!cos.is_none()) {
-    const View c = cpu(cos, 2), s = cpu(sin, 2);
-    const bool one = c.shape[0] == 1;
-    const bool fits = c.shape[1] == call.head_dim && s.shape[1] == call.head_dim && s.shape[0] == c.shape[0] &&
-                      (one || (c.shape[0] == call.rows && c.stride[0] == s.stride[0]));
-    if (!fits || float_type(c) != call.dtype || float_type(s) != call.dtype) throw py::type_error("cos and sin do not fit");
-    call.cos = c.data, call.sin = s.data, call.table_row = one ? 0 : c.stride[0];
-  }
+  set_rows(call, rows, cos, sin, threads);
   const Heads to_q = heads_of(q, call.q_heads, call.rows, call.head_dim, call.dtype);
   const Heads to_k = heads_of(k, call.k_heads, call.rows, call.head_dim, call.dtype);
   const Heads to_v = heads_of(v, call.v_heads, call.rows, call.head_dim, call.dtype);
@@ -100,14 +112,42 @@ void bind_block_project(const ProjectPlan& plan, py::handle rows, py::handle cos
 
 void bind_block_merge(const MergePlan& plan, py::handle rows, py::handle attended, py::handle out, int threads) {
   BlockMerge call = plan.call;
-  const View x = cpu(rows, 2), a = cpu(attended, 2), y = cpu(out, 2);
-  const bool fits = x.shape[1] == call.hidden && a.shape[1] == call.attended_size && a.shape[0] == x.shape[0] && y.shape[0] == x.shape[0] &&
-                    y.shape[1] == call.hidden && contiguous(x) && contiguous(a) && contiguous(y);
-  if (!fits || float_type(x) != call.dtype || float_type(a) != call.dtype || float_type(y) != call.dtype)
-    throw py::type_error("x, attended and y do not fit");
-  call.x = x.data, call.attended = a.data, call.y = y.data, call.rows = x.shape[0], call.threads = threads;
+  const View a = cpu(attended, 2);
+  call.rows = a.shape[0], call.attended = a.data, call.threads = threads;
+  if (a.shape[1] != call.attended_size || !contiguous(a) || float_type(a) != call.dtype) throw py::type_error("attended does not fit");
+  call.x = stream(rows, call.rows, call).data, call.y = stream(out, call.rows, call).data;
   py::gil_scoped_release released;
   block_merge_cpu(call);
+}
+
+void bind_block_step(const ProjectPlan& project, const MergePlan& merge, py::handle rows, py::handle cos, py::handle sin, py::handle keys,
+                     py::handle values, py::handle lengths, py::handle ancestors, float cap, float scale, py::handle out, int threads) {
+  BlockStep call{project.call, {}, merge.call};
+  set_rows(call.project, rows, cos, sin, threads);
+  const BlockProject& p = call.project;
+  const View k = cpu(keys, 4), v = cpu(values, 4), prefix = cpu(lengths, 1), bits = cpu(ancestors, 2);
+  const auto fits = [&](const View& cache, int64_t heads) {
+    return cache.shape[0] == 1 && cache.shape[1] == heads && cache.shape[2] == k.shape[2] && cache.shape[3] == p.head_dim &&
+           float_type(cache) == p.dtype;
+  };
+  const bool tree = prefix.is(Kind::integer, 8) && prefix.shape[0] == 1 && bits.is(Kind::integer, 8) && bits.shape[1] == p.rows &&
+                    contiguous(bits) && p.rows <= 64;
+  if (!fits(k, p.k_heads) || !fits(v, p.k_heads) || p.v_heads != p.k_heads || p.k_heads < 1 || p.q_heads % p.k_heads || !tree ||
+      merge.call.dtype != p.dtype || merge.call.attended_size != p.q_heads * p.head_dim)
+    throw py::type_error("the cache, the tree or the plans do not fit");
+  const auto* length = reinterpret_cast<const int64_t*>(prefix.data);
+  if (*length < 0 || *length > k.shape[2] - p.rows) throw py::value_error("lengths");
+  const int64_t item = k.item_bytes;
+  call.project.k = k.data + *length * k.stride[2] * item, call.project.k_head = k.stride[1], call.project.k_row = k.stride[2];
+  call.project.v = v.data + *length * v.stride[2] * item, call.project.v_head = v.stride[1], call.project.v_row = v.stride[2];
+  call.attention = {nullptr,     k.data,      v.data,      p.dtype,     1,           p.q_heads,  p.k_heads,
+                    p.rows,      p.rows,      k.shape[2],  p.head_dim,  0,           0,          0,
+                    0,           k.stride[1], k.stride[2], 0,           v.stride[1], v.stride[2], length,
+                    reinterpret_cast<const uint64_t*>(bits.data), nullptr, nullptr, 0, scale, cap, nullptr, threads};
+  call.merge.rows = p.rows, call.merge.threads = threads;
+  call.merge.x = stream(rows, p.rows, call.merge).data, call.merge.y = stream(out, p.rows, call.merge).data;
+  py::gil_scoped_release released;
+  block_step_cpu(call);
 }
 
 }  // namespace dream

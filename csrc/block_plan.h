@@ -27,6 +27,10 @@ MergePlan merge_plan(const pybind11::tuple& output, int64_t attended_size, const
 
 void bind_block_project(const ProjectPlan& plan, pybind11::handle x, pybind11::handle cos, pybind11::handle sin, pybind11::handle q,
                         pybind11::handle k, pybind11::handle v, int threads);
+// keys, values: (1, kv_heads, slots, head_dim), whole; lengths (1), ancestors (1, rows).
+void bind_block_step(const ProjectPlan& project, const MergePlan& merge, pybind11::handle x, pybind11::handle cos, pybind11::handle sin,
+                     pybind11::handle keys, pybind11::handle values, pybind11::handle lengths, pybind11::handle ancestors, float cap,
+                     float scale, pybind11::handle y, int threads);
 void bind_block_merge(const MergePlan& plan, pybind11::handle x, pybind11::handle attended, pybind11::handle y, int threads);
 
 }  // namespace dream

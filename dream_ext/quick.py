@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext.blocks import Block
+from dream_ext.cache import TreeLayer
 from dream_ext.ops._border import FLOATS
 from dream_ext.ops.block_merge import MergePlan
 from dream_ext.ops.block_project import Layer, ProjectPlan
+from dream_ext.ops.block_step import run_block
 from dream_ext.ops.rms_norm import run_norm
 from dream_ext.swapping import blank
-from dream_ext.targets.attention import attend_one_row, takes_rows_of_ours
+from dream_ext.targets.attention import attend_one_row, route_of, takes_rows_of_ours
 
 # Modelling classes of transformers whose forward is `weight * round(x / rms)`, with these attributes.
 _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"}
@@ -168,8 +170,12 @@ def _quick_layer(cls: type) -> type:
                 past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
             )  # fmt: skip
         attention, x = self.self_attn, hidden_states[0]
-        cos, sin = position_embeddings
-        q, k, v = (heads[None] for heads in plan.project(x, cos[0], sin[0]))
+        cos, sin = (table[0] for table in position_embeddings)
+        route, cached = route_of(attention), past_key_values.layers[attention.layer_idx : attention.layer_idx + 1]
+        if route is not None and route.bits is not None and cached and type(cached[0]) is TreeLayer:
+            cached = cached[0].extend(x.shape[0])
+            return run_block(x, plan.project, plan.merge, cos, sin, *cached, *route.bits, attention.scaling)[None]
+        q, k, v = (heads[None] for heads in plan.project(x, cos, sin))
         k, v = past_key_values.update(k, v, attention.layer_idx)
         if attention_mask is None and x.shape[0] == 1 and takes_rows_of_ours(attention):
             mixed = attend_one_row(q, k, v, attention.scaling)

@@ -81,17 +81,25 @@ class MergePlan:
             border.sizes.update(hidden=hidden)
             border.tensor("norm", norm.detach(), (self.dtype,), "hidden")
         raw = lambda layer: (layer[0].data, layer[1], layer[0].out)  # noqa: E731
-        self._native = native("block_merge").MergePlan(
+        self.native = native("block_merge").MergePlan(
             raw(output), output[0].inputs, tuple(map(raw, gate_up)), raw(down), intermediate,
             norm, eps, round_first, gates,
         )  # fmt: skip
         self._run = native("block_merge").block_merge
+        self.sizes = hidden, output[0].inputs
+        options = {"norm": norm, "eps": eps, "round_first": round_first, "gates": gates}
+        self._arguments = (output, gate_up, down), options
 
     def __call__(self, x: Tensor, attended: Tensor) -> Tensor:
         """x (rows, hidden), attended (rows, attended) -> (rows, hidden); checks what would be a wild pointer."""
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        self._run(self._native, x.contiguous(), attended.contiguous(), y, torch.get_num_threads())
+        self._run(self.native, x.contiguous(), attended.contiguous(), y, torch.get_num_threads())
         return y
+
+    def reference(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The same by `block_merge_ref`."""
+        weights, options = self._arguments
+        return block_merge_ref(x, attended, *weights, **options)
 
 
 def block_merge_ref(

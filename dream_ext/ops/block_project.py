@@ -95,21 +95,24 @@ class ProjectPlan:
             if weight is not None:
                 border.sizes.update(inputs=self.inputs, head=head_dim)
                 border.tensor(name, weight.detach(), (self.dtype,), size)
-        self._native = native("block_project").ProjectPlan(
+        self.native = native("block_project").ProjectPlan(
             tuple((weight.data, bias, weight.out) for weight, bias in layers),
             self.inputs, tuple(heads), head_dim, normed, norm, eps, round_first, q_norm, k_norm,
         )  # fmt: skip
         self._run = native("block_project").block_project
+        norms = {"norm": norm, "q_norm": q_norm, "k_norm": k_norm}
+        self._arguments = (layers, heads, head_dim), {"normed": normed, "eps": eps, "round_first": round_first, **norms}
 
     def __call__(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x (rows, inputs) -> q, k, v, each (heads, rows, head_dim); only what would be a wild pointer is checked."""
         q, k, v = (x.new_empty(heads, x.shape[0], self.head_dim) for heads in self.heads)
-        self._run(self._native, unit_stride(x), cos, sin, q, k, v, torch.get_num_threads())
+        self._run(self.native, unit_stride(x), cos, sin, q, k, v, torch.get_num_threads())
         return q, k, v
 
-    def into(self, x: Tensor, cos: Tensor | None, sin: Tensor | None, q, k, v) -> None:
-        """The same, written to q, k and v, whose last dimension is contiguous; None where there are no heads."""
-        self._run(self._native, unit_stride(x), cos, sin, q, k, v, torch.get_num_threads())
+    def reference(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by `block_project_ref`."""
+        weights, options = self._arguments
+        return block_project_ref(x, *weights, cos, sin, **options)
 
 
 def block_project_ref(

@@ -85,6 +85,12 @@ class TreeAttentionPlan:
         self._lengths, self._tree = lengths.contiguous(), tree
         self._rest = (ancestors.contiguous(), padding, depth, window, float(softcap))
 
+    @property
+    def bits(self) -> tuple[Tensor, Tensor] | None:
+        """(lengths, ancestors) when that is all there is: no padding, window or soft cap; else None."""
+        ancestors, padding, _, window, softcap = self._rest
+        return None if padding is not None or window or softcap else (self._lengths, ancestors)
+
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse what does not fit the plan, in words; the call itself only checks what would be a wild pointer."""
         border = self._border

@@ -63,7 +63,7 @@ class _Entry:
         if tree is not None and module.config is tree[0]:
             for name in _EXTRAS:
                 if kwargs.get(name) is not None:
-                    raise UnsupportedTarget(f"layer {module.layer_idx} attends with {name}, which trees do not know yet")
+                    raise UnsupportedTarget(f"layer {module.layer_idx} attends with {name}, not known in trees yet")
             return tree[1](query, key, value, scale), None
         original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -136,6 +136,12 @@ def is_stock_sdpa(text_config) -> bool:
     name = text_config._attn_implementation
     entry = ALL_ATTENTION_FUNCTIONS.get(name)
     return name == "sdpa" and (entry.original if isinstance(entry, _Entry) else entry) is sdpa_attention_forward
+
+
+def route_of(attention: nn.Module) -> TreeAttentionPlan | None:
+    """The plan that this layer's attention follows now, when nobody watches it."""
+    tree = _TREE.get()
+    return tree[1] if tree is not None and attention.config is tree[0] and not _WATCHERS.get() else None
 
 
 def takes_rows_of_ours(attention: nn.Module) -> bool:
