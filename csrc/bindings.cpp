@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "block_plan.h"
 #include "border.h"
 #include "cpu/isa.h"
 #include "dream/attention_entropy.h"
@@ -30,14 +31,6 @@ using py::handle;
 namespace dream {
 namespace {
 
-const View& on_cpu(const View& view, int ndim) {
-  if (view.device_type != 1 || view.ndim != ndim) throw py::type_error("wanted a CPU tensor of " + std::to_string(ndim) + " dimensions");
-  if (ndim && view.elements() > 0 && view.shape[ndim - 1] > 1 && view.stride[ndim - 1] != 1)
-    throw py::type_error("wanted a contiguous last dimension");
-  return view;
-}
-View cpu(handle tensor, int ndim) { return on_cpu(read(tensor), ndim); }
-
 template <class T>
 T* vector(const View& tensor, Kind kind, int64_t size) {  // contiguous, `size` elements in any shape of one or two dimensions
   const View& view = on_cpu(tensor, tensor.ndim);
@@ -50,19 +43,6 @@ int64_t* ids(const View& view, int64_t size) { return vector<int64_t>(view, Kind
 float* floats(const View& view, int64_t size) { return vector<float>(view, Kind::real, size); }
 int64_t* ids(handle tensor, int64_t size) { return ids(read(tensor), size); }
 float* floats(handle tensor, int64_t size) { return floats(read(tensor), size); }
-
-Dtype float_type(const View& view) {
-  if (view.is(Kind::real, 4)) return Dtype::f32;
-  if (view.is(Kind::bfloat, 2)) return Dtype::bf16;
-  throw py::type_error("wanted float32 or bfloat16");
-}
-
-bool contiguous(const View& view) {
-  int64_t stride = 1;
-  for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
-    if (view.shape[d] > 1 && view.stride[d] != stride) return view.elements() == 0;
-  return true;
-}
 
 void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumulative, handle best, int threads) {
   const View x = cpu(logits, 2);
@@ -244,7 +224,7 @@ const T* optional(handle tensor, Kind kind, int64_t size) {
 }
 
 void bind_tree_attention(handle query, handle key, handle value, handle lengths, handle ancestors, handle padding, handle depth,
-                         int64_t window, float scale, handle out, int64_t tree, int threads) {
+                         int64_t window, float cap, float scale, handle out, int64_t tree, int threads) {
   const View q = cpu(query, 4), k = cpu(key, 4), v = cpu(value, 4), o = cpu(out, 4);
   const int64_t batch = q.shape[0], nodes = q.shape[2], slots = k.shape[2];
   const bool fits = k.shape[0] == batch && v.shape[0] == batch && k.shape[1] == v.shape[1] && v.shape[2] == slots &&
@@ -261,16 +241,9 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
       nodes,       tree,        slots,       q.shape[3],    q.stride[0], q.stride[1], q.stride[2],
       k.stride[0], k.stride[1], k.stride[2], v.stride[0],   v.stride[1], v.stride[2], prefix,
       reinterpret_cast<const uint64_t*>(ids(ancestors, batch * nodes)), optional<uint8_t>(padding, Kind::boolean, batch * slots),
-      optional<int64_t>(depth, Kind::integer, batch * nodes), window, scale, o.data, threads};
+      optional<int64_t>(depth, Kind::integer, batch * nodes), window, scale, cap, o.data, threads};
   py::gil_scoped_release released;
   tree_attention_cpu(call);
-}
-
-const void* optional_row(handle tensor, Dtype dtype, int64_t size) {
-  if (tensor.is_none()) return nullptr;
-  const View row = cpu(tensor, 1);
-  if (float_type(row) != dtype || row.shape[0] != size) throw py::type_error("bias or weight does not fit");
-  return row.data;
 }
 
 // (weight, packed) of one layer.
@@ -300,7 +273,7 @@ void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int
   const bool fits = float_type(w) == dtype && float_type(y) == dtype && contiguous(w) && contiguous(y) && x.shape[0] == y.shape[0] &&
                     w.elements() == packed_elements(dtype, y.shape[1], x.shape[1]);
   if (!fits) throw py::type_error("x, packed and y do not fit");
-  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.data, threads};
+  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
   py::gil_scoped_release released;
   skinny_linear_cpu(call);
 }
@@ -364,6 +337,11 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_entropy", &dream::bind_attention_entropy);
   m.def("tree_attention", &dream::bind_tree_attention);
   m.def("rms_norm", &dream::bind_rms_norm);
+  py::class_<dream::ProjectPlan>(m, "ProjectPlan").def(py::init(&dream::project_plan));
+  py::class_<dream::MergePlan>(m, "MergePlan").def(py::init(&dream::merge_plan));
+  m.def("block_project", &dream::bind_block_project);
+  m.def("block_merge", &dream::bind_block_merge);
+  m.def("block_step", &dream::bind_block_step);
   m.def("skinny_linear", &dream::bind_skinny_linear);
   m.def("pack_linear", &dream::bind_pack_linear);
   m.def("unpack_linear", &dream::bind_unpack_linear);

@@ -88,4 +88,33 @@ View read(py::handle tensor) {
   return torch().api ? from_dlpack(tensor) : from_attributes(tensor);
 }
 
+const View& on_cpu(const View& view, int ndim) {
+  if (view.device_type != 1 || view.ndim != ndim) throw py::type_error("wanted a CPU tensor of " + std::to_string(ndim) + " dimensions");
+  if (ndim && view.elements() > 0 && view.shape[ndim - 1] > 1 && view.stride[ndim - 1] != 1)
+    throw py::type_error("wanted a contiguous last dimension");
+  return view;
+}
+
+View cpu(py::handle tensor, int ndim) { return on_cpu(read(tensor), ndim); }
+
+Dtype float_type(const View& view) {
+  if (view.is(Kind::real, 4)) return Dtype::f32;
+  if (view.is(Kind::bfloat, 2)) return Dtype::bf16;
+  throw py::type_error("wanted float32 or bfloat16");
+}
+
+bool contiguous(const View& view) {
+  int64_t stride = 1;
+  for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
+    if (view.shape[d] > 1 && view.stride[d] != stride) return view.elements() == 0;
+  return true;
+}
+
+const void* optional_row(py::handle tensor, Dtype dtype, int64_t size) {
+  if (tensor.is_none()) return nullptr;
+  const View row = cpu(tensor, 1);
+  if (float_type(row) != dtype || row.shape[0] != size) throw py::type_error("bias or weight does not fit");
+  return row.data;
+}
+
 }  // namespace dream

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "dream/types.h"
+
 namespace dream {
 
 constexpr int kMaxDims = 8;
@@ -26,5 +28,15 @@ struct View {
 
 // Reads a torch tensor. The caller holds the GIL and keeps the tensor alive while the pointer is used.
 View read(pybind11::handle tensor);
+
+// The same, of a CPU tensor with `ndim` dimensions whose last one is contiguous; `on_cpu` for what was read already.
+const View& on_cpu(const View& view, int ndim);
+View cpu(pybind11::handle tensor, int ndim);
+
+Dtype float_type(const View& view);
+bool contiguous(const View& view);
+
+// A weight or bias of `size` elements, or null for None.
+const void* optional_row(pybind11::handle tensor, Dtype dtype, int64_t size);
 
 }  // namespace dream

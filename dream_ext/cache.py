@@ -42,6 +42,12 @@ class TreeLayer(DynamicLayer):
         self._set_length(end)
         return self.keys, self.values
 
+    def extend(self, count: int) -> tuple[Tensor, Tensor]:
+        """Room for `count` more positions -> the whole buffers, for somebody who writes behind `length` himself."""
+        self._ensure(self.length + count, self.key_buffer, self.value_buffer)
+        self._set_length(self.length + count)
+        return self.key_buffer, self.value_buffer
+
     def _ensure(self, length: int, key_states: Tensor, value_states: Tensor) -> None:
         capacity = 0 if self.key_buffer is None else self.key_buffer.shape[-2]
         if length <= capacity:

@@ -1,4 +1,4 @@
-"""Models prepared for few rows on a CPU: linear layers whose weights lie packed, and norms in one pass.
+"""Models prepared for few rows on a CPU: linear layers whose weights lie packed, norms and whole layers in few steps.
 
 A layer is packed in place: it stays the same module and becomes a `PackedLinear`, whose weight exists in the packed
 form only. Whoever asks for the weight, `state_dict`, copies and pickles included, gets the original bits; whoever
@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from dream_ext.norms import plain_norms, quicken, slow
 from dream_ext.ops._border import FLOATS, has_kernel
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
+from dream_ext.quick import quicken, quickenable, slow
 from dream_ext.swapping import blank
 
 
@@ -120,7 +120,7 @@ def _check(name: str, layer: nn.Linear) -> None:
 
 
 class Packing:
-    """The packed layers of one model, and its norms that compute by our operator.
+    """The packed layers of one model, and its modules that compute by our operators.
 
     Attributes:
         holders: owners that want the model packed.
@@ -132,7 +132,7 @@ class Packing:
             raise CannotPack("cannot pack a model with adapters (PEFT): merge them into the weights first")
         self.holders = 0
         self.layers: list[nn.Module] = []
-        self.norms: list[nn.Module] = []
+        self.quick: list[nn.Module] = []
         self.extra_bytes = 0
         names = {module: name for name, module in model.named_modules()}
         wanted = {layer: None for root in roots for layer in root.modules() if type(layer) is nn.Linear}
@@ -146,18 +146,18 @@ class Packing:
                 pack_layer(layer, shared)
                 self.layers.append(layer)
                 self.extra_bytes += layer._packed.data.nbytes if shared else 0
-            for norm in {norm: None for root in roots for norm in plain_norms(root)}:
-                quicken(norm)
-                self.norms.append(norm)
+            for module in {module: None for root in roots for module in quickenable(root)}:
+                quicken(module)
+                self.quick.append(module)
         except BaseException:
             self.restore()
             raise
 
     def restore(self) -> None:
         """Every layer as it was, bit for bit; a layer that was unpacked on the way stays as it is."""
-        while self.norms:
-            slow(self.norms[-1])
-            self.norms.pop()
+        while self.quick:
+            slow(self.quick[-1])
+            self.quick.pop()
         while self.layers:
             if isinstance(self.layers[-1], PackedLinear):
                 unpack_layer(self.layers[-1])

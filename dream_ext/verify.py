@@ -28,17 +28,29 @@ def tree_mask(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> Tensor | di
     if adapter.additive_mask:
         least = torch.finfo(adapter.dtype).min
         sees = torch.zeros_like(sees, dtype=adapter.dtype).masked_fill_(~sees, least)
-    return dict.fromkeys(set(adapter.layer_types), sees) if adapter.mask_kind == "dict" else sees
+    return _as_family_wants(adapter, sees)
 
 
-def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContextManager:
-    """Inside, the target's layers attend to the tree by `tree_attention`, where that has a kernel.
+def unread_mask(adapter: TargetAdapter) -> Tensor | dict[str, Tensor]:
+    """A mask without elements: it keeps the family's decoder from making one, and nobody reads it."""
+    return _as_family_wants(adapter, torch.empty(1, 1, 0, 0, dtype=torch.bool, device=adapter.device))
+
+
+def _as_family_wants(adapter: TargetAdapter, mask: Tensor) -> Tensor | dict[str, Tensor]:
+    return dict.fromkeys(set(adapter.layer_types), mask) if adapter.mask_kind == "dict" else mask
+
+
+def has_route(adapter: TargetAdapter) -> bool:
+    """Whether the target's layers can attend to a tree by `tree_attention`.
 
     Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA) they use the
     target's own with the mask of `tree_mask`.
     """
-    if not has_kernel(adapter.embed.weight) or not is_stock_sdpa(adapter):
-        return nullcontext()
+    return has_kernel(adapter.embed.weight) and is_stock_sdpa(adapter.text_config)
+
+
+def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContextManager:
+    """Inside, the target's layers attend to the tree by `tree_attention`; no mask is read."""
     length, padding = prefix.numel(), None
     if not prefix.all():
         padding = torch.cat([prefix, prefix.new_ones(tree.nodes)])[None]
@@ -65,18 +77,19 @@ def verify(
     Returns:
         logits (nodes, vocab) and the drafter's features (nodes, feature_size), see `Capture.features`.
     """
-    device = adapter.device
+    device, routed = adapter.device, has_route(adapter)
     inputs = {
         "position_ids": (position + tree.depth)[None].to(device),
-        "attention_mask": tree_mask(adapter, tree, prefix),
+        "attention_mask": unread_mask(adapter) if routed else tree_mask(adapter, tree, prefix),
         "past_key_values": cache,
         "use_cache": True,
     }
     tokens = tree.tokens[None].to(device)
+    attention = attend(adapter, tree, prefix) if routed else nullcontext()
     if plain_head and not feature_layers:  # nothing to watch: the decoder's output is the feature
-        with attend(adapter, tree, prefix):
+        with attention:
             hidden = adapter.decoder(inputs_embeds=adapter.embed(tokens), **inputs).last_hidden_state
         return adapter.lm_head(hidden)[0], hidden[0]
-    with adapter.watch(feature_layers) as capture, attend(adapter, tree, prefix):
+    with adapter.watch(feature_layers) as capture, attention:
         logits = adapter.model(input_ids=tokens, **inputs).logits
     return logits[0], capture.features[0]

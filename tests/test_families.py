@@ -7,9 +7,13 @@ import torch
 from conftest import random_drafter
 from oracle import oracle_drafts
 from tiny import build_llava, build_llava_next, build_pixtral, build_text
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext import Decoder, TreeShape, UnsupportedTarget
+from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.families import OUTER_MODELS, TEXT_MASKS
+from dream_ext.tree import Tree
+from dream_ext.verify import attend
 
 BUILDERS = {
     "llava": lambda: build_llava(images=2),
@@ -50,3 +54,15 @@ def test_sliding_windows_are_refused():
     model.config.sliding_window = 16
     with pytest.raises(UnsupportedTarget, match="sliding"):
         Decoder(model, random_drafter(build_text("mistral")[0]))
+
+
+def test_a_layer_that_asks_for_more_than_a_tree_knows():
+    """Catches a sink, a window or a soft cap that the tree's attention would drop without a word."""
+    model, _ = build_llava()
+    adapter, tree = TargetAdapter(model), Tree.root(5)
+    layer, rows = adapter.layers[0].self_attn, torch.zeros(1, 2, 1, 16)
+    with attend(adapter, tree, torch.ones(0, dtype=torch.bool)):
+        function = ALL_ATTENTION_FUNCTIONS["sdpa"]
+        assert function(layer, rows, rows, rows, None)[0].shape == (1, 1, 2, 16)
+        with pytest.raises(UnsupportedTarget, match="layer 0 attends with softcap"):
+            function(layer, rows, rows, rows, None, softcap=30.0)

@@ -7,7 +7,7 @@
 
 namespace dream::DREAM_ISA {
 
-constexpr int64_t kBlock = 128;             // logits looked at together when hunting for a new top value
+constexpr int64_t kBlock = 128;             // logits looked at together: most hold no new top value
 constexpr int64_t kParallelLogits = 65536;  // below this a parallel region costs more than it saves
 
 // Sorted insertion into the best `width` so far: an equal value goes behind, so the lowest index stays first.
@@ -21,48 +21,59 @@ DREAM_INLINE void insert(float* values, int64_t* ids, int64_t& count, int64_t wi
   ids[at] = id;
 }
 
-template <class T>
-DREAM_INLINE void top(const T* x, int64_t vocab, int64_t width, float* values, int64_t* ids) {
-  int64_t count = 0, i = 0;
-  for (; i < width; ++i) insert(values, ids, count, width, scalar(x + i), i);
-  for (; i + kBlock <= vocab; i += kBlock) {
-    floats high = load(x + i);
-    for (int64_t j = kLanes; j < kBlock; j += kLanes) high = vmax(load(x + i + j), high);
-    if (!(hmax(high) > values[width - 1])) continue;
-    for (int64_t j = i; j < i + kBlock; ++j)
-      if (scalar(x + j) > values[width - 1]) insert(values, ids, count, width, scalar(x + j), j);
-  }
-  for (; i < vocab; ++i)
-    if (scalar(x + i) > values[width - 1]) insert(values, ids, count, width, scalar(x + i), i);
-}
+// What is known of a row so far: the best logits, their largest, and the sum of e^(x - high), in lanes.
+struct Row {
+  float* values;
+  int64_t* ids;
+  int64_t count, width;
+  float high;
+  floats sum[4];
+};
 
+// kBlock logits, the first `valid` of them from id `first` on, the others -inf; false when there is NaN among nothing but -inf.
 template <class T>
-DREAM_INLINE float sum_exp(const T* x, int64_t vocab, float high) {
-  floats sum[4] = {};
-  int64_t i = 0;
-  for (; i + 4 * kLanes <= vocab; i += 4 * kLanes)
-    for (int j = 0; j < 4; ++j) sum[j] += vexp(load(x + i + j * kLanes) - high);
-  float tail = 0;
-  for (; i < vocab; ++i) tail += expf(scalar(x + i) - high);
-  return hsum((sum[0] + sum[1]) + (sum[2] + sum[3])) + tail;
-}
-
-// One row; false when it holds NaN or +inf. The row of `cumulative` serves as the list of top logits meanwhile.
-template <class T>
-DREAM_INLINE bool expand_row(const ExpandTree& call, int64_t row) {
-  const T* x = static_cast<const T*>(call.logits) + row * call.row_stride;
-  float* values = call.cumulative + row * call.width;
-  top(x, call.vocab, call.width, values, call.tokens + row * call.width);
-  const float high = values[0];
-  if (high == kNegInf) {
-    for (int64_t i = 0; i < call.vocab; ++i)
-      if (scalar(x + i) != kNegInf) return false;
+DREAM_INLINE bool add_block(Row& row, const T* x, int64_t first, int64_t valid) {
+  floats highest = load(x);
+  for (int64_t j = kLanes; j < kBlock; j += kLanes) highest = vmax(load(x + j), highest);
+  const float high = hmax(highest);
+  if (row.count < row.width || high > row.values[row.width - 1])
+    for (int64_t j = 0; j < valid; ++j)
+      if (row.count < row.width || scalar(x + j) > row.values[row.width - 1])
+        insert(row.values, row.ids, row.count, row.width, scalar(x + j), first + j);
+  if (!(high > kNegInf)) {
+    for (int64_t j = 0; j < valid; ++j)
+      if (scalar(x + j) != kNegInf) return false;
     return true;
   }
-  const float sum = sum_exp(x, call.vocab, high);
+  if (high > row.high) {
+    const float shrink = expf(row.high - high);
+    for (auto& sum : row.sum) sum *= shrink;
+    row.high = high;
+  }
+  for (int64_t j = 0; j < kBlock; j += 4 * kLanes)
+    for (int i = 0; i < 4; ++i) row.sum[i] += vexp(load(x + j + i * kLanes) - row.high);
+  return true;
+}
+
+// One row, each logit read once; false when it holds NaN or +inf. The row of `cumulative` is the list of top logits meanwhile.
+template <class T>
+DREAM_INLINE bool expand_row(const ExpandTree& call, int64_t index) {
+  const T* x = static_cast<const T*>(call.logits) + index * call.row_stride;
+  Row row{call.cumulative + index * call.width, call.tokens + index * call.width, 0, call.width, kNegInf, {}};
+  int64_t i = 0;
+  for (; i + kBlock <= call.vocab; i += kBlock)
+    if (!add_block(row, x + i, i, kBlock)) return false;
+  if (i < call.vocab) {
+    T tail[kBlock];
+    for (auto& logit : tail) store_scalar(&logit, kNegInf);
+    memcpy(tail, x + i, (call.vocab - i) * sizeof(T));
+    if (!add_block(row, tail, i, call.vocab - i)) return false;
+  }
+  if (row.high == kNegInf) return true;
+  const float sum = hsum((row.sum[0] + row.sum[1]) + (row.sum[2] + row.sum[3]));
   if (!(sum >= 0)) return false;
   const float log_sum = logf(sum);
-  for (int64_t j = 0; j < call.width; ++j) values[j] = call.scores[row] + ((values[j] - high) - log_sum);
+  for (int64_t j = 0; j < call.width; ++j) row.values[j] = call.scores[index] + ((row.values[j] - row.high) - log_sum);
   return true;
 }
 

@@ -47,6 +47,21 @@ DREAM_INLINE void store_scalar(bf16* p, float x) {  // to nearest, ties to even;
   memcpy(&bits, &x, sizeof bits);
   p->bits = static_cast<uint16_t>(x != x ? (bits >> 16) | 0x40 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
+DREAM_INLINE void store(bf16* p, floats x) {  // rounds as store_scalar does
+  const words bits = (words)x, even = bits + 0x7fff + ((bits >> 16) & 1), nan = (bits >> 16) | 0x40;
+  const halves top = __builtin_convertvector((x == x ? even >> 16 : nan), halves);
+  memcpy(p, &top, sizeof top);
+}
+// x as it is after a trip through memory of type T.
+template <class T>
+DREAM_INLINE floats rounded(floats x) {
+  if constexpr (sizeof(T) < sizeof(float)) {
+    T memory[kLanes];
+    store(memory, x);
+    x = load(memory);
+  }
+  return x;
+}
 DREAM_INLINE floats broadcast(float x) { return x - floats{}; }
 DREAM_INLINE floats vmax(floats a, floats b) { return a > b ? a : b; }
 DREAM_INLINE ints lane_ids() {
@@ -73,9 +88,12 @@ DREAM_INLINE float reduce(floats x, Op op) {  // a fixed binary tree
 DREAM_INLINE float hmax(floats x) { return reduce(x, [](float a, float b) { return a > b ? a : b; }); }
 DREAM_INLINE float hsum(floats x) { return reduce(x, [](float a, float b) { return a + b; }); }
 
-// e^x for x <= 0. x = n ln 2 + r, |r| <= ln(2)/2; the Taylor series to r^7 leaves a relative error of r^8/8! < 6e-9. Below
-// -87 the result, less than 2^-125, becomes 0. ln 2 is split so that n * hi is exact.
-DREAM_INLINE floats vexp(floats x) {
+// e^x = (1 + grown) power for x <= 0. x = n ln 2 + r, |r| <= ln(2)/2; the Taylor series to r^7 leaves a relative error of
+// r^8/8! < 6e-9. Below -87 the result, less than 2^-125, becomes 0. ln 2 is split so that n * hi is exact.
+struct Exponential {
+  floats r, series, power;  // grown = r series
+};
+DREAM_INLINE Exponential exponential(floats x) {
   const float hi = 0x1.62e4p-1f, lo = 0x1.7f7d1cp-20f, round = 0x1.8p23f;
   const floats n = (x * 0x1.715476p0f + round) - round;
   const floats r = (x - n * hi) - n * lo;
@@ -85,11 +103,31 @@ DREAM_INLINE floats vexp(floats x) {
   p = p * r + 1.f / 6;
   p = p * r + 0.5f;
   p = p * r + 1.f;
-  p = p * r + 1.f;
   const floats bounded = x < -87.f ? floats{} : n;  // keeps the conversion to int defined
   const floats power = (floats)((__builtin_convertvector(bounded, ints) + 127) << 23);
-  return x < -87.f ? floats{} : p * power;
+  return {r, p, power};
 }
+DREAM_INLINE floats vexp(floats x) {
+  const Exponential e = exponential(x);
+  return x < -87.f ? floats{} : (e.series * e.r + 1.f) * e.power;
+}
+// e^x - 1 for x <= 0, without the cancellation near zero.
+DREAM_INLINE floats vexpm1(floats x) {
+  const Exponential e = exponential(x);
+  return x < -87.f ? broadcast(-1.f) : e.series * e.r * e.power + (e.power - 1.f);
+}
+
+template <class T>
+struct Room {  // cache-line aligned elements, not initialised
+  T* data;
+  explicit Room(int64_t count) {
+    data = static_cast<T*>(aligned_alloc(64, (static_cast<size_t>(count > 0 ? count : 1) * sizeof(T) + 63) / 64 * 64));
+    if (!data) throw std::bad_alloc();
+  }
+  ~Room() { free(data); }
+  Room(const Room&) = delete;
+  Room& operator=(const Room&) = delete;
+};
 
 struct Scratch {  // cache-line aligned floats, zeroed
   float* data;

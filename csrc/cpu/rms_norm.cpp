@@ -29,7 +29,13 @@ static void norm_rows(const RmsNorm& call) {
     const T* x = static_cast<const T*>(call.x) + r * call.x_row;
     T* y = static_cast<T*>(call.y) + r * call.size;
     const float scale = inverse_rms(x, call.size, call.eps);
-    for (int64_t i = 0; i < call.size; ++i) {
+    int64_t i = 0;
+    for (; i + kLanes <= call.size; i += kLanes) {
+      floats normed = load(x + i) * scale;
+      if (call.round_first) normed = rounded<T>(normed);
+      store(y + i, weight ? normed * load(weight + i) : normed);
+    }
+    for (; i < call.size; ++i) {
       T rounded;
       store_scalar(&rounded, scalar(x + i) * scale);
       const float normed = call.round_first ? scalar(&rounded) : scalar(x + i) * scale;

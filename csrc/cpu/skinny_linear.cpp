@@ -65,7 +65,7 @@ struct Rows {
 template <class T>
 static void write_row(const float* sums, const SkinnyLinear& call, int64_t row, int64_t first, int64_t count) {
   const T* bias = static_cast<const T*>(call.bias);
-  T* y = static_cast<T*>(call.y) + row * call.out + first;
+  T* y = static_cast<T*>(call.y) + row * call.y_row + first;
   for (int64_t i = 0; i < count; ++i) store_scalar(y + i, bias ? sums[i] + scalar(bias + first + i) : sums[i]);
 }
 

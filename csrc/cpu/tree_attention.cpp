@@ -150,15 +150,21 @@ static void mix_block(const Head& head, const float* weights, const float* value
   for (; r < head.rows; ++r) mix_rows<1>(weights + r, head.lanes, values, head.width, count, mixed + r * head.width);
 }
 
+DREAM_INLINE floats vtanh(floats x) {
+  const floats less = vexpm1((x < 0.f ? x : -x) * 2.f), size = -less / (less + 2.f);
+  return x < 0.f ? -size : size;
+}
+
 // Scores of slots from .. from + count become weights; hidden ones become zero. Earlier sums shrink to the new maximum.
 static void update_softmax(const Head& head, int64_t prefix, int64_t from, int64_t count, const uint8_t* padding, float* scores,
-                           const Partial& part) {
+                           float cap, const Partial& part) {
   for (int64_t at = 0; at < head.lanes; at += kLanes) {
     const floats before = load(part.high + at);
     floats high = before;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t slot = from + j;
       floats s = load(scores + j * head.lanes + at);
+      if (cap > 0) s = vtanh(s / cap) * cap;
       const ints seen = slot >= prefix ? head.sees[((slot - prefix) * head.lanes + at) / kLanes]
                                        : head.first[at / kLanes] <= static_cast<int32_t>(slot);
       s = seen ? s : broadcast(kNegInf);
@@ -212,7 +218,7 @@ static void run_chunk(const TreeAttention& call, int64_t index, const Head& head
     const uint8_t* hidden = padding ? padding + from : nullptr;
     widen(k + from * call.k_row, call.k_row, count, call.head_dim, head.width, hidden, keys);
     score_block(head, keys, call.head_dim, scores);
-    update_softmax(head, call.lengths[b], from, count, padding, scores, part);
+    update_softmax(head, call.lengths[b], from, count, padding, scores, call.cap, part);
     widen(v + from * call.v_row, call.v_row, count, call.head_dim, head.width, hidden, values);
     mix_block(head, scores, values, count, part.mixed);
   }

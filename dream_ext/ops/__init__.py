@@ -7,6 +7,9 @@ All operators are for inference: an input that requires grad under enabled grad 
 
 from .attention_entropy import attention_entropy, attention_entropy_ref
 from .attention_mass import attention_mass, attention_mass_ref
+from .block_merge import block_merge, block_merge_ref
+from .block_project import block_project, block_project_ref
+from .block_step import block_step, block_step_ref
 from .expand_tree import expand_tree, expand_tree_ref
 from .keep_path import keep_path, keep_path_ref
 from .rank_tree import rank_tree, rank_tree_ref
@@ -23,6 +26,12 @@ __all__ = [
     "attention_entropy_ref",
     "attention_mass",
     "attention_mass_ref",
+    "block_merge",
+    "block_merge_ref",
+    "block_project",
+    "block_project_ref",
+    "block_step",
+    "block_step_ref",
     "expand_tree",
     "expand_tree_ref",
     "keep_path",

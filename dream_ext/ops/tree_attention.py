@@ -23,6 +23,7 @@ def tree_attention(
     padding: Tensor | None = None,
     depth: Tensor | None = None,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Softmax attention of every node over its sequence's prefix and its ancestors in the tree.
 
@@ -38,13 +39,14 @@ def tree_attention(
         padding: (batch, slots) bool, False where a slot is hidden from every node.
         depth: (batch, nodes) int64, place of each node behind the prefix; needed with a window.
         window: a node sees prefix slot j iff j > lengths[b] + depth - window; 0 means all. Ancestors are never dropped.
+        softcap: scores s become softcap * tanh(s / softcap) before the softmax; 0 leaves them.
 
     Returns:
         (batch, nodes, heads, head_dim), dtype of q, contiguous; zeros for a node that sees nothing. Arithmetic is fp32.
 
     Source: tree attention of SpecInfer (arXiv 2305.09781), split over keys as in flash decoding.
     """
-    plan = TreeAttentionPlan(lengths, ancestors, tree, padding=padding, depth=depth, window=window)
+    plan = TreeAttentionPlan(lengths, ancestors, tree, padding=padding, depth=depth, window=window, softcap=softcap)
     plan.check(q, k, v)
     return plan(q, k, v, scale)
 
@@ -61,12 +63,15 @@ class TreeAttentionPlan:
         padding: Tensor | None = None,
         depth: Tensor | None = None,
         window: int = 0,
+        softcap: float = 0.0,
     ) -> None:
         border = self._border = Border("tree_attention")
         border.tensor("lengths", lengths, INT64, "batch")
         border.tensor("ancestors", ancestors, INT64, "batch", "nodes")
         border.integer("tree", tree, 0, MAX_NODES)
         border.integer("window", window, 0)
+        if not 0 <= softcap < float("inf"):
+            raise border.refuse("softcap", "a finite number of at least 0", softcap)
         if padding is not None:
             border.tensor("padding", padding, BOOL, "batch", "slots")
             padding = padding.contiguous()
@@ -78,7 +83,13 @@ class TreeAttentionPlan:
         elif window:
             raise border.refuse("depth", "the depth of every node, because there is a window", None)
         self._lengths, self._tree = lengths.contiguous(), tree
-        self._rest = (ancestors.contiguous(), padding, depth, window)
+        self._rest = (ancestors.contiguous(), padding, depth, window, float(softcap))
+
+    @property
+    def bits(self) -> tuple[Tensor, Tensor] | None:
+        """(lengths, ancestors) when that is all there is: no padding, window or soft cap; else None."""
+        ancestors, padding, _, window, softcap = self._rest
+        return None if padding is not None or window or softcap else (self._lengths, ancestors)
 
     def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Refuse what does not fit the plan, in words; the call itself only checks what would be a wild pointer."""
@@ -122,6 +133,7 @@ def tree_attention_ref(
     padding: Tensor | None = None,
     depth: Tensor | None = None,
     window: int = 0,
+    softcap: float = 0.0,
 ) -> Tensor:
     slot = torch.arange(k.shape[2], device=k.device)
     behind = slot - lengths[:, None, None]  # (batch, 1, slots): place in the tree, negative in the prefix
@@ -134,6 +146,9 @@ def tree_attention_ref(
     wide = torch.promote_types(q.dtype, torch.float32)
     groups = q.shape[1] // k.shape[1]
     keys, values = (x.to(wide).repeat_interleave(groups, dim=1) for x in (k, v))
-    scores = (q.to(wide) @ keys.transpose(2, 3) * scale).masked_fill(~sees[:, None], -torch.inf)
+    scores = q.to(wide) @ keys.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees[:, None], -torch.inf)
     weights = scores.softmax(dim=-1).nan_to_num(0.0)
     return (weights @ values).transpose(1, 2).to(q.dtype).contiguous()

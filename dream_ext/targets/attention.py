@@ -15,11 +15,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext.ops.tree_attention import TreeAttentionPlan
+from dream_ext.targets.families import UnsupportedTarget
 
 if TYPE_CHECKING:
     from .adapter import TargetAdapter
@@ -38,8 +40,11 @@ _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("dream_ext_attention_wa
 _TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_ext_tree_attention", default=None)
 
 
-# What an attention function may be asked for beside softmax(scale q k^T + mask) v. A layer that asks gets the original.
+# What an attention function may be asked for beside softmax(scale q k^T + mask) v.
 _EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+_ONE = torch.ones(1, 1, dtype=torch.long)  # ancestor bits of a tree of one node
 
 
 class _Entry:
@@ -55,7 +60,10 @@ class _Entry:
             if module.config is watcher.config and module.layer_idx in watcher.layers:
                 watcher.visit(module.layer_idx, query, key, scale)
         tree = _TREE.get()
-        if tree is not None and module.config is tree[0] and not any(kwargs.get(name) is not None for name in _EXTRAS):
+        if tree is not None and module.config is tree[0]:
+            for name in _EXTRAS:
+                if kwargs.get(name) is not None:
+                    raise UnsupportedTarget(f"layer {module.layer_idx} attends with {name}, not known in trees yet")
             return tree[1](query, key, value, scale), None
         original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
@@ -123,11 +131,27 @@ def capture_attention(adapter: TargetAdapter, layers: Iterable[int]) -> Iterator
         yield captured
 
 
-def is_stock_sdpa(adapter: TargetAdapter) -> bool:
-    """Whether the target's attention is transformers' own SDPA function, not one that somebody put in its place."""
-    name = adapter.text_config._attn_implementation
+def is_stock_sdpa(text_config) -> bool:
+    """Whether a target's attention is transformers' own SDPA function, not one that somebody put in its place."""
+    name = text_config._attn_implementation
     entry = ALL_ATTENTION_FUNCTIONS.get(name)
     return name == "sdpa" and (entry.original if isinstance(entry, _Entry) else entry) is sdpa_attention_forward
+
+
+def route_of(attention: nn.Module) -> TreeAttentionPlan | None:
+    """The plan that this layer's attention follows now, when nobody watches it."""
+    tree = _TREE.get()
+    return tree[1] if tree is not None and attention.config is tree[0] and not _WATCHERS.get() else None
+
+
+def takes_rows_of_ours(attention: nn.Module) -> bool:
+    """Whether a layer's attention may be computed without asking: stock SDPA, and nobody watches or routes it."""
+    return not _WATCHERS.get() and _TREE.get() is None and is_stock_sdpa(attention.config)
+
+
+def attend_one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Plain decoding's attention: one query (1, heads, 1, head_dim) over all keys -> (1, 1, heads, head_dim)."""
+    return TreeAttentionPlan(torch.tensor([k.shape[2] - 1]), _ONE, 1)(q, k, v, scale)
 
 
 @contextmanager

@@ -79,6 +79,17 @@ def test_window_and_padding(window, hidden, nodes, room, batch, seed):
     check(arguments, **options)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [0.01, 0.5, 5.0, 50.0])
+def test_soft_cap(level, dtype, softcap):
+    """Catches a cap after the mask, without its factor, or with a tanh that cancels near zero or overflows."""
+    arguments = random_call(2, 3, 2, 6, 6, 70, 16, dtype)
+    with using(level):
+        for scale in (1e-3, 0.25, 2.0):
+            check([*arguments[:-1], scale], softcap=softcap)
+
+
 def test_a_node_is_as_blind_as_its_mask():
     """Catches a sibling, a slot past the tree or a padded slot that leaks in: they hold what would show."""
     q, k, v = torch.randn(1, 2, 3, 8), torch.randn(1, 1, 14, 8), torch.randn(1, 1, 14, 8)

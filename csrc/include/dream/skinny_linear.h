@@ -25,7 +25,8 @@ struct SkinnyLinear {
   Dtype dtype;         // sums are fp32
   int64_t rows, in, out;
   int64_t x_row;       // elements between rows of x
-  void* y;             // (rows, out) dtype, contiguous
+  int64_t y_row;       // elements between rows of y
+  void* y;             // (rows, out) dtype, unit column stride
   int threads;
 };
 

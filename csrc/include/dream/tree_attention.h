@@ -18,6 +18,7 @@ struct TreeAttention {
   const int64_t* depth;       // (batch, nodes) place of each node behind the prefix, 0 .. 64; read only with a window
   int64_t window;             // a node sees prefix slot j iff j > length + depth - window; 0 = all. Tree slots: ancestors alone
   float scale;
+  float cap;                  // scores s become cap tanh(s / cap) before the softmax; 0 = they stay
   void* out;                  // (batch, nodes, heads, head_dim) dtype, contiguous; a node that sees nothing gets zeros
   int threads;                // the same bits for every number
 };

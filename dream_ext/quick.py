@@ -1,0 +1,227 @@
+"""Modules that compute by our operators for a while: RMSNorms and decoder layers of a target, blocks of a drafter.
+
+A module is quickened in place: its class becomes a subclass whose forward does the same arithmetic in fewer, compiled
+steps. Whenever that would not be the same (gradients, another dtype, somebody's hooks on a part, a part that is no
+longer packed), the original forward runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dream_ext.blocks import Block
+from dream_ext.cache import TreeLayer
+from dream_ext.ops._border import FLOATS
+from dream_ext.ops.block_merge import MergePlan
+from dream_ext.ops.block_project import Layer, ProjectPlan
+from dream_ext.ops.block_step import run_block
+from dream_ext.ops.rms_norm import run_norm
+from dream_ext.swapping import blank
+from dream_ext.targets.attention import attend_one_row, route_of, takes_rows_of_ours
+
+# Modelling classes of transformers whose forward is `weight * round(x / rms)`, with these attributes.
+_NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"}
+# And those that are norm, rotary attention, residual, norm, SwiGLU, residual, with Llama's names for the parts.
+_LAYERS = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer"}
+_LINEARS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+_LINEARS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+def quickenable(root: nn.Module) -> Iterator[nn.Module]:
+    """The modules under ``root`` that `quicken` knows and that nobody watches; linear layers must be packed by then."""
+    for module in root.modules():
+        if _maker(module) is not None and not _watched(module):
+            yield module
+
+
+def quicken(module: nn.Module) -> None:
+    """Let ``module`` compute by our operators where that is the same arithmetic; else as before."""
+    module.__class__ = _maker(module)(type(module))
+
+
+def slow(module: nn.Module) -> None:
+    """Undo `quicken`."""
+    module.__dict__.pop("_quick_plan", None)
+    module.__class__ = type(module).__bases__[0]
+
+
+def is_quick(module: nn.Module) -> bool:
+    """Whether ``module`` is quickened now."""
+    return "_dream_ext_quick" in type(module).__dict__
+
+
+def _maker(module: nn.Module) -> Callable[[type], type] | None:
+    cls = type(module)
+    if cls is Block:
+        return _quick_block
+    if not cls.__module__.startswith("transformers.models.") or is_quick(module):
+        return None
+    if cls.__name__ in _NORMS:
+        return _quick_norm
+    return _quick_layer if cls.__name__ in _LAYERS and _is_plain_layer(module) else None
+
+
+def _is_plain_layer(layer: nn.Module) -> bool:
+    config = layer.self_attn.config
+    window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
+    return config.hidden_act == "silu" and window is None
+
+
+def _watched(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
+def _subclass(cls: type, **methods: Callable) -> type:
+    def __reduce_ex__(self, protocol):
+        """Copies and pickles are of the original class."""
+        return blank, (cls,), {key: value for key, value in self.__dict__.items() if key != "_quick_plan"}
+
+    own = {**methods, "__reduce_ex__": __reduce_ex__, "__module__": cls.__module__, "_dream_ext_quick": True}
+    return type(cls.__name__, (cls,), own)
+
+
+@cache
+def _quick_norm(cls: type) -> type:
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or hidden_states.dtype not in FLOATS or hidden_states.dtype != self.weight.dtype:
+            return cls.forward(self, hidden_states)
+        return run_norm(hidden_states, self.weight, self.variance_epsilon, True)
+
+    return _subclass(cls, forward=forward)
+
+
+def _packed_of(linear: nn.Module) -> Layer | None:
+    packed = linear.__dict__.get("_packed")
+    return None if packed is None else (packed, linear.bias)
+
+
+class _Plan:
+    """A module's plans, and what they were made from: while that is in place and unwatched, they may be used."""
+
+    def __init__(self, module: nn.Module, linears: list[nn.Module]) -> None:
+        self.linears = linears
+        self.layers = [_packed_of(linear) for linear in linears]
+        self.parts = [part for part in module.modules() if part is not module]
+
+    def valid(self) -> bool:
+        same = all(
+            layer is not None and linear.__dict__.get("_packed") is layer[0]
+            for linear, layer in zip(self.linears, self.layers)
+        )
+        return same and not any(map(_watched, self.parts))
+
+
+def _plan(module: nn.Module, x: Tensor, make: Callable[[Any], _Plan]) -> Any | None:
+    """The module's plan when it serves the input ``x``."""
+    if torch.is_grad_enabled() or x.dtype not in FLOATS:
+        return None
+    plan = module.__dict__.get("_quick_plan")
+    if plan is None or not plan.valid():
+        plan = make(module)
+        if not plan.valid():
+            return None
+        module.__dict__["_quick_plan"] = plan
+    return plan if plan.project.dtype == x.dtype else None
+
+
+class _LayerPlan(_Plan):
+    """Of a decoder layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__(layer, [layer.get_submodule(name) for name in _LINEARS])
+        if not self.valid():
+            return
+        attention = layer.self_attn
+        q, k, v, output, gate, up, down = self.layers
+        heads = tuple(projected[0].out // attention.head_dim for projected in (q, k, v))
+        before, after = layer.input_layernorm, layer.post_attention_layernorm
+        self.project = ProjectPlan(
+            (q, k, v), heads, attention.head_dim, norm=before.weight, eps=before.variance_epsilon, round_first=True
+        )
+        self.merge = MergePlan(
+            output, (gate, up), down, norm=after.weight, eps=after.variance_epsilon, round_first=True
+        )
+
+
+@cache
+def _quick_layer(cls: type) -> type:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ) -> Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS.get(self.self_attn.config._attn_implementation)
+        alone = hidden_states.shape[0] == 1 and past_key_values is not None and attend is not None and not self.training
+        plan = _plan(self, hidden_states, _LayerPlan) if alone else None
+        if plan is None:
+            return cls.forward(
+                self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
+                past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+            )  # fmt: skip
+        attention, x = self.self_attn, hidden_states[0]
+        cos, sin = (table[0] for table in position_embeddings)
+        route, cached = route_of(attention), past_key_values.layers[attention.layer_idx : attention.layer_idx + 1]
+        if route is not None and route.bits is not None and cached and type(cached[0]) is TreeLayer:
+            cached = cached[0].extend(x.shape[0])
+            return run_block(x, plan.project, plan.merge, cos, sin, *cached, *route.bits, attention.scaling)[None]
+        q, k, v = (heads[None] for heads in plan.project(x, cos, sin))
+        k, v = past_key_values.update(k, v, attention.layer_idx)
+        if attention_mask is None and x.shape[0] == 1 and takes_rows_of_ours(attention):
+            mixed = attend_one_row(q, k, v, attention.scaling)
+        else:
+            mixed, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
+        return plan.merge(x, mixed.reshape(x.shape[0], -1))[None]
+
+    return _subclass(cls, forward=forward)
+
+
+class _BlockPlan(_Plan):
+    """Of a drafter's block."""
+
+    def __init__(self, block: Block) -> None:
+        first = [block.q, block.kv] if block.cross else [block.qkv]
+        super().__init__(block, [*first, block.o, block.gate_up, block.down])
+        if not self.valid():
+            return
+        *first, output, gate_up, down = self.layers
+        heads, kv_heads, size = block.heads, block.kv_heads, block.head_dim
+        norm = {"norm": block.input_norm, "eps": block.eps}
+        if block.cross:
+            self.project = ProjectPlan(first[:1], (heads, 0, 0), size, q_norm=block.q_norm, **norm)
+            self.project_feats = ProjectPlan(
+                first[1:], (0, kv_heads, kv_heads), size, normed=False, eps=block.eps, k_norm=block.k_norm
+            )
+            gates = tuple(float(torch.tanh(gate)) for gate in (block.attention_gate, block.mlp_gate))
+        else:
+            self.project, gates = ProjectPlan(first, (heads, kv_heads, kv_heads), size, **norm), None
+        self.merge = MergePlan(output, (gate_up,), down, norm=block.post_norm, eps=block.eps, gates=gates)
+
+
+@cache
+def _quick_block(cls: type) -> type:
+    def project(self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        plan = _plan(self, x, _BlockPlan)
+        if plan is None:
+            return cls.project(self, x, feats, cos, sin)
+        table = (cos, sin) if self.rope else (None, None)
+        q, k, v = plan.project(x, *table)
+        if self.cross:
+            _, k, v = plan.project_feats(feats, *table)
+        return q, k, v
+
+    def merge(self, x: Tensor, attended: Tensor) -> Tensor:
+        plan = _plan(self, x, _BlockPlan)
+        return cls.merge(self, x, attended) if plan is None else plan.merge(x, attended)
+
+    return _subclass(cls, project=project, merge=merge)

@@ -1,0 +1,192 @@
+"""Norms, decoder layers and drafter blocks that compute by our operators: the same numbers, or the original."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from conftest import random_drafter
+from tiny import build_llama, build_text
+
+from dream_ext.packed import PackedModels
+from dream_ext.quick import is_quick, quicken, quickenable, slow
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.attention import capture_attention
+
+
+@pytest.fixture
+def packed():
+    """Packs models for the test, and gives them back."""
+    models = PackedModels()
+    yield lambda model: models.add(model, model.get_decoder(), model.lm_head)
+    models.restore()
+
+
+def layers(model):
+    return list(model.get_decoder().layers)
+
+
+def served(model):
+    return [layer for layer in layers(model) if "_quick_plan" in layer.__dict__]
+
+
+@torch.no_grad()
+def steps(model, ids, cache=None, **options):
+    """Logits of a prefill, of a step of one token and of a step of three."""
+    out, logits = None, []
+    for part in (ids[:, :-4], ids[:, -4:-3], ids[:, -3:]):
+        out = model(
+            input_ids=part, past_key_values=cache if out is None else out.past_key_values, use_cache=True, **options
+        )
+        logits.append(out.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quick_layers_equal_the_modelling_code(name, dtype, packed):
+    """Catches a family whose layer has another formula, a bias left out, and positions or keys of another row."""
+    model, inputs = build_llama() if name == "llama" else build_text(name)
+    model.to(dtype)
+    want = steps(model, inputs["input_ids"])
+    packed(model)
+    assert all(map(is_quick, layers(model))) and not served(model)
+    got = steps(model, inputs["input_ids"])
+    assert served(model) == layers(model)
+    scale = want.float().abs().max()
+    assert (got - want).float().abs().max() < (1e-5 if dtype == torch.float32 else 5e-2) * scale
+
+
+def test_whoever_watches_a_part_sees_it(packed):
+    """Catches hooks on attention, SwiGLU or a norm that a compiled layer passes by."""
+    model, inputs = build_llama()
+    packed(model)
+    want = steps(model, inputs["input_ids"])
+    first, seen = layers(model)[0], []
+    for part in (first.self_attn, first.mlp, first.post_attention_layernorm, first.mlp.up_proj):
+        hook = part.register_forward_hook(lambda *_: seen.append(1))
+        torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-5, atol=1e-5)
+        assert len(seen) == 3
+        hook.remove()
+        seen.clear()
+    hook = first.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(steps(model, inputs["input_ids"]), want) and len(seen) == 3
+    hook.remove()
+
+
+def test_watched_attention(packed):
+    """Catches one-row attention of ours under a watcher, who would see nothing."""
+    model, inputs = build_llama()
+    packed(model)
+    with capture_attention(TargetAdapter(model), [0, 2]) as captured:
+        steps(model, inputs["input_ids"][:, :-2])
+    assert sorted(captured) == [0, 2] and captured[0][1].shape[2] == inputs["input_ids"].shape[1] - 2
+
+
+def test_eager_attention_and_its_weights(packed):
+    """Catches a compiled layer where the modelling file's own attention function is asked for."""
+    model, inputs = build_llama()
+    packed(model)
+    want = steps(model, inputs["input_ids"])
+    model.set_attn_implementation("eager")
+    torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        out = model(**inputs, output_attentions=True, output_hidden_states=True)
+    assert len(out.attentions) == 3 and len(out.hidden_states) == 4
+
+
+@torch.no_grad()
+def test_batches_padding_and_no_cache(packed):
+    """Catches a compiled layer that ignores a second row or padding."""
+    model, inputs = build_llama()
+    ids = torch.cat([inputs["input_ids"], inputs["input_ids"].flip(1)])
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    calls = [
+        lambda: steps(model, ids),
+        lambda: model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False),
+        lambda: model.generate(ids[1:], attention_mask=mask[1:], max_new_tokens=6, do_sample=False),
+        lambda: model(ids, use_cache=False).logits,
+    ]
+    want = [call() for call in calls]
+    packed(model)
+    for call, expected in zip(calls, want, strict=True):
+        torch.testing.assert_close(call(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_with_a_part_that_is_not_packed(packed):
+    """Catches a plan that outlives the packing of a layer."""
+    model, inputs = build_llama()
+    packed(model)
+    want = steps(model, inputs["input_ids"])
+    model.double()
+    assert steps(model, inputs["input_ids"]).dtype == torch.float64
+    model.float()
+    torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_with_a_window_stay(packed):
+    model, _ = build_text("mistral")
+    model.config.sliding_window = 8
+    packed(model)
+    assert not any(map(is_quick, layers(model)))
+
+
+def test_copies_have_no_plan(packed):
+    """Catches a copy that computes with the original's weights."""
+    model, inputs = build_llama()
+    packed(model)
+    want = steps(model, inputs["input_ids"])
+    again = copy.deepcopy(model)
+    assert not served(again) and not any(map(is_quick, layers(again)))
+    torch.testing.assert_close(steps(again, inputs["input_ids"]), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cross_rope", [False, True])
+def test_quick_blocks_equal_the_drafter(dtype, cross_rope):
+    """Catches a block with another gate, norm or rotation than the module that was trained."""
+    model, _ = build_llama()
+    drafter = random_drafter(model, cross_rope=cross_rope).to(dtype)
+    with torch.no_grad():
+        for block in drafter.blocks:
+            if block.cross:
+                block.attention_gate.fill_(0.7)
+                block.mlp_gate.fill_(-0.4)
+    draw = torch.Generator().manual_seed(0)
+    embeds, feats = torch.randn(2, 9, 64, generator=draw).to(dtype)
+
+    def run():
+        state = drafter.new_state(4)
+        first = state.append(embeds, feats, torch.arange(9))
+        sees = torch.eye(3, dtype=torch.bool)
+        return torch.cat([first, state.draft(embeds[:3], first[:3], 9, sees)]).float()
+
+    want, models = run(), PackedModels()
+    models.add(drafter, drafter)
+    assert all(map(is_quick, drafter.blocks))
+    got = run()
+    assert all("_quick_plan" in block.__dict__ for block in drafter.blocks)
+    models.restore()
+    assert not any(map(is_quick, drafter.blocks)) and torch.equal(run(), want)
+    assert (got - want).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2) * want.abs().max()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_quick_norms_equal_the_modelling_code(name):
+    """Catches a family whose norm has another formula than the operator's."""
+    module = __import__(f"transformers.models.{name}.modeling_{name}", fromlist=["x"])
+    cls = getattr(module, f"{name.capitalize()}RMSNorm")
+    for dtype in (torch.float32, torch.bfloat16):
+        norm, x = cls(80, eps=1e-5).to(dtype), torch.randn(2, 3, 80, dtype=dtype)
+        with torch.no_grad():
+            norm.weight.copy_(1 + torch.randn(80) / 4)
+            want = norm(x)
+            assert list(quickenable(norm)) == [norm]
+            quicken(norm)
+            assert type(norm).forward is not cls.forward and isinstance(norm, cls)
+            torch.testing.assert_close(norm(x), want, rtol=1e-6 if dtype == torch.float32 else 8e-3, atol=1e-6)
+        assert norm(x).requires_grad
+        slow(norm)
+        assert type(norm) is cls
