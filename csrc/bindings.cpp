@@ -55,12 +55,15 @@ void bind_expand_tree(handle logits, handle scores, handle tokens, handle cumula
   expand_tree_cpu(call);
 }
 
-void bind_rank_tree(handle scores, handle parents, handle picked, handle tree_parents, handle depth, handle ancestors) {
-  const View score = cpu(scores, 1), pick = cpu(picked, 1);
-  const int64_t candidates = score.shape[0], picks = pick.shape[0];
-  if (picks > candidates || picks > 63) throw py::value_error("picks");
-  const RankTree call{floats(score, candidates), ids(parents, candidates),     candidates,            picks,
-                      ids(pick, picks),          ids(tree_parents, picks + 1), ids(depth, picks + 1), ids(ancestors, picks + 1)};
+// `out` holds picked, parents, depth and ancestors, one behind the other.
+void bind_rank_tree(handle scores, handle parents, handle out) {
+  const View score = cpu(scores, 1), o = cpu(out, 1);
+  const int64_t candidates = score.shape[0], picks = (o.shape[0] - 3) / 4;
+  if (o.shape[0] < 3 || picks > candidates || picks > 63) throw py::value_error("picks");
+  int64_t* const picked = ids(o, 4 * picks + 3);
+  int64_t* const tree = picked + picks;
+  const RankTree call{floats(score, candidates), ids(parents, candidates), candidates,        picks,
+                      picked,                    tree,                     tree + (picks + 1), tree + 2 * (picks + 1)};
   rank_tree_cpu(call);  // a microsecond or two: to let the GIL go would cost as much
 }
 

@@ -37,10 +37,10 @@ def rank_tree(scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tens
 def run_rank(scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`rank_tree` for callers that know their arguments fit (and are contiguous): only what would be a wild pointer is
     checked."""
-    n, empty = min(nodes - 1, parents.numel()), parents.new_empty  # half the time of torch.empty with a dtype
-    tree = empty(n), empty(n + 1), empty(n + 1), empty(n + 1)
-    native("rank_tree").rank_tree(scores, parents, *tree)
-    return tree
+    n = min(nodes - 1, parents.numel())
+    out = parents.new_empty(4 * n + 3)  # one allocation for all: four take most of the call
+    native("rank_tree").rank_tree(scores, parents, out)
+    return out.split_with_sizes((n, n + 1, n + 1, n + 1))
 
 
 def rank_tree_ref(scores: Tensor, parents: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
