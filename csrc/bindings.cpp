@@ -252,8 +252,8 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
 // (weight, packed) of one layer.
 PackLinear linear_pair(handle weight, handle packed) {
   const View w = cpu(weight, 2), p = cpu(packed, 1);
-  const Dtype dtype = float_type(w);
-  if (!contiguous(w) || float_type(p) != dtype || !contiguous(p) || p.elements() != packed_elements(dtype, w.shape[0], w.shape[1]))
+  const Dtype dtype = weight_type(w);
+  if (!contiguous(w) || weight_type(p) != dtype || !contiguous(p) || p.elements() != packed_elements(dtype, w.shape[0], w.shape[1]))
     throw py::type_error("weight and packed do not fit");
   return {w.data, p.data, dtype, w.shape[0], w.shape[1]};
 }
@@ -270,13 +270,14 @@ void bind_unpack_linear(handle packed, handle weight) {
   unpack_linear_cpu(call);
 }
 
-void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int threads) {
+void bind_skinny_linear(handle rows, handle packed, handle scale, handle bias, handle out, int threads) {
   const View x = cpu(rows, 2), w = cpu(packed, 1), y = cpu(out, 2);
   const Dtype dtype = float_type(x);
-  const bool fits = float_type(w) == dtype && float_type(y) == dtype && contiguous(w) && contiguous(y) && x.shape[0] == y.shape[0] &&
-                    w.elements() == packed_elements(dtype, y.shape[1], x.shape[1]);
+  const float* scales = nullptr;
+  const bool fits = packed_fits(w, scale, dtype, y.shape[1], x.shape[1], scales) && float_type(y) == dtype && contiguous(y) &&
+                    x.shape[0] == y.shape[0];
   if (!fits) throw py::type_error("x, packed and y do not fit");
-  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
+  const SkinnyLinear call{x.data, w.data, scales, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
   py::gil_scoped_release released;
   skinny_linear_cpu(call);
 }

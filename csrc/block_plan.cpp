@@ -9,14 +9,13 @@ namespace py = pybind11;
 namespace dream {
 namespace {
 
-// A layer of `in` inputs, as (packed, bias or None, out).
-PackedLayer packed_layer(const py::tuple& layer, Dtype& dtype, bool first, int64_t in) {
+// A layer of `in` inputs, as (packed, scale or None, bias or None, out), for rows of `dtype`.
+PackedLayer packed_layer(const py::tuple& layer, Dtype dtype, int64_t in) {
   const View packed = cpu(layer[0], 1);
-  const auto out = layer[2].cast<int64_t>();
-  if (first) dtype = float_type(packed);
-  if (float_type(packed) != dtype || !contiguous(packed) || packed.elements() != packed_elements(dtype, out, in))
-    throw py::type_error("a packed layer does not fit");
-  return {packed.data, optional_row(layer[1], dtype, out), out};
+  const auto out = layer[3].cast<int64_t>();
+  const float* scale = nullptr;
+  if (!packed_fits(packed, layer[1], dtype, out, in, scale)) throw py::type_error("a packed layer does not fit");
+  return {packed.data, scale, optional_row(layer[2], dtype, out), out};
 }
 
 struct Heads {
@@ -56,16 +55,17 @@ View stream(py::handle tensor, int64_t rows, const BlockMerge& call) {
 
 }  // namespace
 
-ProjectPlan project_plan(const py::tuple& layers, int64_t in, const py::tuple& heads, int64_t head_dim, bool normed, py::handle norm,
+ProjectPlan project_plan(bool wide, const py::tuple& layers, int64_t in, const py::tuple& heads, int64_t head_dim, bool normed, py::handle norm,
                          float eps, bool round_first, py::handle q_norm, py::handle k_norm) {
   BlockProject call{};
+  call.dtype = wide ? Dtype::f32 : Dtype::bf16;
   call.in = in, call.normed = normed, call.eps = eps, call.round_first = round_first, call.head_dim = head_dim;
   call.q_heads = heads[0].cast<int64_t>(), call.k_heads = heads[1].cast<int64_t>(), call.v_heads = heads[2].cast<int64_t>();
   call.layer_count = static_cast<int64_t>(layers.size());
   if (call.layer_count < 1 || call.layer_count > 3) throw py::value_error("layers");
   int64_t outputs = 0;
   for (int64_t i = 0; i < call.layer_count; ++i) {
-    call.layers[i] = packed_layer(layers[i].cast<py::tuple>(), call.dtype, i == 0, in);
+    call.layers[i] = packed_layer(layers[i].cast<py::tuple>(), call.dtype, in);
     outputs += call.layers[i].out;
   }
   if (head_dim < 2 || head_dim % 2 || outputs != (call.q_heads + call.k_heads + call.v_heads) * head_dim) throw py::value_error("heads");
@@ -74,19 +74,20 @@ ProjectPlan project_plan(const py::tuple& layers, int64_t in, const py::tuple& h
   return {call, py::make_tuple(layers, norm, q_norm, k_norm)};
 }
 
-MergePlan merge_plan(const py::tuple& output, int64_t attended_size, const py::tuple& gate_up, const py::tuple& down,
+MergePlan merge_plan(bool wide, const py::tuple& output, int64_t attended_size, const py::tuple& gate_up, const py::tuple& down,
                      int64_t intermediate, py::handle norm, float eps, bool round_first, py::handle gates) {
   BlockMerge call{};
+  call.dtype = wide ? Dtype::f32 : Dtype::bf16;
   call.attended_size = attended_size, call.intermediate = intermediate, call.eps = eps, call.round_first = round_first;
-  call.output = packed_layer(output, call.dtype, true, attended_size);
+  call.output = packed_layer(output, call.dtype, attended_size);
   call.hidden = call.output.out;
   call.gate_up_count = static_cast<int64_t>(gate_up.size());
   if (call.gate_up_count < 1 || call.gate_up_count > 2) throw py::value_error("gate_up");
   for (int64_t i = 0; i < call.gate_up_count; ++i) {
-    call.gate_up[i] = packed_layer(gate_up[i].cast<py::tuple>(), call.dtype, false, call.hidden);
+    call.gate_up[i] = packed_layer(gate_up[i].cast<py::tuple>(), call.dtype, call.hidden);
     if (call.gate_up[i].out * call.gate_up_count != 2 * intermediate) throw py::value_error("gate_up");
   }
-  call.down = packed_layer(down, call.dtype, false, intermediate);
+  call.down = packed_layer(down, call.dtype, intermediate);
   if (call.down.out != call.hidden) throw py::value_error("down");
   call.norm_weight = optional_row(norm, call.dtype, call.hidden);
   if (!gates.is_none()) {

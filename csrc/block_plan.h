@@ -17,12 +17,13 @@ struct MergePlan {
   pybind11::object weights;
 };
 
-// layers: (packed, bias or None, out) each. heads: (queries, keys, values).
-ProjectPlan project_plan(const pybind11::tuple& layers, int64_t in, const pybind11::tuple& heads, int64_t head_dim, bool normed,
+// wide: rows are float32, else bfloat16. layers: (packed, scale or None, bias or None, out) each. heads: (queries, keys,
+// values).
+ProjectPlan project_plan(bool wide, const pybind11::tuple& layers, int64_t in, const pybind11::tuple& heads, int64_t head_dim, bool normed,
                          pybind11::handle norm, float eps, bool round_first, pybind11::handle q_norm, pybind11::handle k_norm);
 
 // gates: (attention, feed-forward), or None.
-MergePlan merge_plan(const pybind11::tuple& output, int64_t attended_size, const pybind11::tuple& gate_up, const pybind11::tuple& down,
+MergePlan merge_plan(bool wide, const pybind11::tuple& output, int64_t attended_size, const pybind11::tuple& gate_up, const pybind11::tuple& down,
                      int64_t intermediate, pybind11::handle norm, float eps, bool round_first, pybind11::handle gates);
 
 void bind_block_project(const ProjectPlan& plan, pybind11::handle x, pybind11::handle cos, pybind11::handle sin, pybind11::handle q,

@@ -1,5 +1,7 @@
 #include "border.h"
 
+#include "dream/skinny_linear.h"
+
 #include <cstring>
 #include <string>
 
@@ -103,6 +105,8 @@ Dtype float_type(const View& view) {
   throw py::type_error("wanted float32 or bfloat16");
 }
 
+Dtype weight_type(const View& view) { return view.is(Kind::integer, 1) ? Dtype::i8 : float_type(view); }
+
 bool contiguous(const View& view) {
   int64_t stride = 1;
   for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
@@ -115,6 +119,12 @@ const void* optional_row(py::handle tensor, Dtype dtype, int64_t size) {
   const View row = cpu(tensor, 1);
   if (float_type(row) != dtype || row.shape[0] != size) throw py::type_error("bias or weight does not fit");
   return row.data;
+}
+
+bool packed_fits(const View& packed, py::handle scale, Dtype dtype, int64_t out, int64_t in, const float*& scales) {
+  scales = static_cast<const float*>(optional_row(scale, Dtype::f32, out));
+  const Dtype type = weight_type(packed);
+  return type == (scales ? Dtype::i8 : dtype) && contiguous(packed) && packed.elements() == packed_elements(type, out, in);
 }
 
 }  // namespace dream

@@ -179,7 +179,7 @@ class _Head:
         weight = weight[rows].to(like.device, like.dtype)
         bias = None if bias is None else bias.detach()[rows].to(like.device, like.dtype)
         if pack:
-            return cls(partial(skinny_linear, weight=PackedWeight.pack(weight), bias=bias), like.dtype)
+            return cls(partial(skinny_linear, weight=PackedWeight.round(weight), bias=bias), like.dtype)
         return cls(partial(F.linear, weight=weight, bias=bias), like.dtype)
 
 
@@ -225,7 +225,7 @@ class Drafter(nn.Module):
 
     def bind(self, adapter: TargetAdapter, pack: bool = False) -> None:
         """Take the target's LM head: the module itself when the draft vocabulary is full, one copy of the wanted rows
-        otherwise; ``pack`` keeps that copy packed (see `dream_ext.packed`)."""
+        otherwise; ``pack`` keeps that copy packed and rounded to 8 bits (see `dream_ext.packed`)."""
         config, head = self.config, adapter.lm_head
         if adapter.hidden_size != config.hidden_size:
             raise ValueError(

@@ -45,7 +45,8 @@ class Decoder:
         check_target: compare the target's fingerprint with the one the drafter was made for.
         pack: keep the weights of the text decoder's and the drafter's linear layers in a form that a CPU reads faster
             (see `dream_ext.packed`) until `restore`, or until the decoder is gone; decoders of one target share it.
-            Weights written in place meanwhile are not seen.
+            The drafter's are rounded to 8 bits, the target's keep every bit. Weights written in place meanwhile are not
+            seen.
     Raises:
         UnsupportedTarget: a family that tree verification does not know.
         CannotPack: weights with gradients, hooks or adapters, or not float32 or bfloat16 on a CPU.
@@ -76,7 +77,7 @@ class Decoder:
         finalize(self, self._packed.restore, wait=False).atexit = False
         if pack:
             self._packed.add(target, self.adapter.decoder, self.adapter.lm_head)
-            self._packed.add(drafter, drafter)
+            self._packed.add(drafter, drafter, rounded=True)
         drafter.bind(self.adapter, pack)
         self.tree = suited_tree(self.adapter, drafter, pack) if tree == "auto" else tree or TreeShape()
         self.stats: Stats | None = None

@@ -11,7 +11,7 @@ from dream_ext.draft_state import DraftState
 from dream_ext.drafter import Drafter
 from dream_ext.noise import Sampler
 from dream_ext.ops.expand_tree import expand_tree
-from dream_ext.ops.rank_tree import rank_tree
+from dream_ext.ops.rank_tree import run_rank
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.tree import Tree, TreeShape
 
@@ -33,7 +33,7 @@ class Candidates:
     def tree(self, root: int, nodes: int, depth: int | None = None) -> Tree:
         """The root with the best ``nodes - 1`` candidates of the first ``depth`` levels (all when None)."""
         count = sum(self.levels[:depth])
-        picked, parents, depths, ancestors = rank_tree(self.scores[:count], self.parents[:count], nodes)
+        picked, parents, depths, ancestors = run_rank(self.scores[:count], self.parents[:count], nodes)
         tokens = torch.cat([torch.tensor([root], device="cpu"), self.tokens[picked]])
         return Tree(tokens, parents, depths, ancestors)
 

@@ -1,7 +1,8 @@
 """Models prepared for few rows on a CPU: linear layers whose weights lie packed, norms and whole layers in few steps.
 
 A layer is packed in place: it stays the same module and becomes a `PackedLinear`, whose weight exists in the packed
-form only. Whoever asks for the weight, `state_dict`, copies and pickles included, gets the original bits; whoever
+form only. A drafter's weights are rounded to 8 bits on the way: it proposes as well, and reads half as much. Whoever
+asks for the weight, `state_dict`, copies and pickles included, gets the original bits; whoever
 changes it (`load_state_dict`, `to`) gets the layer back as it was first. Steps are ordered so that another thread may
 run the model meanwhile.
 """
@@ -26,12 +27,13 @@ class PackedLinear(nn.Linear):
     """A linear layer while it is packed; made from one, never constructed.
 
     `_packed` and `_original` lie in the instance's dictionary, out of reach of `parameters()`: `_original` is the
-    parameter where another module shares it, else whether the weight required gradients.
+    parameter where it is kept (another module shares it, or the packed form is rounded), else whether the weight
+    required gradients.
     """
 
     @property
     def weight(self) -> Tensor:
-        """(out, in): a copy of the original, or the original itself where another module shares it."""
+        """(out, in): a copy of the original, or the original itself where it is kept."""
         return self._original if isinstance(self._original, nn.Parameter) else self._packed.unpack()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ class PackedLinear(nn.Linear):
         self._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, function, recurse=True):
-        sample = torch.empty(0, dtype=self._packed.data.dtype)
+        sample = torch.empty(0, dtype=self._packed.dtype)
         moved = function(sample)
         if moved.dtype == sample.dtype and moved.device == sample.device:
             return super()._apply(function, recurse)
@@ -70,11 +72,12 @@ class PackedLinear(nn.Linear):
         return blank, (nn.Linear,), state
 
 
-def pack_layer(layer: nn.Linear, shared: bool) -> None:
-    """Pack one layer; with ``shared`` its parameter is kept beside the packed form."""
+def pack_layer(layer: nn.Linear, shared: bool, rounded: bool) -> None:
+    """Pack one layer, ``rounded`` to 8 bits or as it is; ``shared`` keeps its parameter beside the packed form."""
     parameter = layer._parameters["weight"]
     original = parameter if shared else parameter.requires_grad
-    layer.__dict__.update(_packed=PackedWeight.pack(parameter.data), _original=original)
+    packed = PackedWeight.round(parameter.data) if rounded else PackedWeight.pack(parameter.data)
+    layer.__dict__.update(_packed=packed, _original=original)
     layer.__class__ = PackedLinear
     layer._parameters["weight"] = None  # the name keeps its place in the order of parameters
 
@@ -124,10 +127,11 @@ class Packing:
 
     Attributes:
         holders: owners that want the model packed.
-        extra_bytes: size of packed copies whose originals stay because another module reads them (a tied head).
+        extra_bytes: size of packed copies whose originals stay: another module reads them (a tied head), or the copy is
+            rounded.
     """
 
-    def __init__(self, model: nn.Module, roots: Iterable[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, roots: Iterable[nn.Module], rounded: bool) -> None:
         if any(hasattr(module, "base_layer") for module in model.modules()):
             raise CannotPack("cannot pack a model with adapters (PEFT): merge them into the weights first")
         self.holders = 0
@@ -142,8 +146,8 @@ class Packing:
         users = Counter(parameter.data_ptr() for parameter in parameters)
         try:
             for layer in wanted:
-                shared = users[layer.weight.data_ptr()] > 1
-                pack_layer(layer, shared)
+                shared = rounded or users[layer.weight.data_ptr()] > 1
+                pack_layer(layer, shared, rounded)
                 self.layers.append(layer)
                 self.extra_bytes += layer._packed.data.nbytes if shared else 0
             for module in {module: None for root in roots for module in quickenable(root)}:
@@ -192,8 +196,11 @@ class PackedModels:
         self._models: list[nn.Module] = []
         self.extra_bytes = 0
 
-    def add(self, model: nn.Module, *roots: nn.Module) -> None:
+    def add(self, model: nn.Module, *roots: nn.Module, rounded: bool = False) -> None:
         """Pack all plain linear layers under ``roots``, modules of ``model``, unless they are packed already.
+
+        Args:
+            rounded: round the weights to 8 bits (the layers then say what they say a little differently).
 
         Raises:
             CannotPack: gradients, hooks, adapters, another dtype or device. Then nothing of this owner stays packed.
@@ -202,7 +209,7 @@ class PackedModels:
             with _LOCK:
                 packing = _PACKINGS.get(model)
                 if packing is None:
-                    packing = _PACKINGS[model] = Packing(model, roots)
+                    packing = _PACKINGS[model] = Packing(model, roots, rounded)
                 packing.holders += 1
                 self._models.append(model)
                 self.extra_bytes += packing.extra_bytes

@@ -14,7 +14,7 @@ int skinny_linear(const SkinnyLinear& call);
 template <class T>
 DREAM_INLINE void apply(const PackedLayer& layer, Dtype dtype, int64_t rows, int64_t in, const T* x, int64_t x_row, T* y,
                         int64_t y_row, int threads) {
-  skinny_linear({x, layer.packed, layer.bias, dtype, rows, in, layer.out, x_row, y_row, y, threads});
+  skinny_linear({x, layer.packed, layer.scale, layer.bias, dtype, rows, in, layer.out, x_row, y_row, y, threads});
 }
 
 }  // namespace dream::DREAM_ISA

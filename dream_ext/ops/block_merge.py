@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._border import FLOATS, Border
 from ._native import native
-from .block_project import Layer
+from .block_project import Layer, native_layer
 from .rms_norm import rms_norm_ref
 from .skinny_linear import skinny_linear_ref
 
@@ -71,8 +71,8 @@ class MergePlan:
     ) -> None:
         border = Border("block_merge")
         hidden, intermediate = output[0].out, down[0].inputs
-        self.dtype = output[0].data.dtype
-        if any(weight.data.dtype != self.dtype for weight, _ in (*gate_up, down)):
+        self.dtype = output[0].dtype
+        if any(weight.dtype != self.dtype for weight, _ in (*gate_up, down)):
             raise border.refuse("gate_up, down", f"{self.dtype} like the output layer", "another dtype")
         fits = all(weight.inputs == hidden and weight.out * len(gate_up) == 2 * intermediate for weight, _ in gate_up)
         if not 1 <= len(gate_up) <= 2 or not fits or down[0].out != hidden:
@@ -80,10 +80,9 @@ class MergePlan:
         if norm is not None:
             border.sizes.update(hidden=hidden)
             border.tensor("norm", norm.detach(), (self.dtype,), "hidden")
-        raw = lambda layer: (layer[0].data, layer[1], layer[0].out)  # noqa: E731
         self.native = native("block_merge").MergePlan(
-            raw(output), output[0].inputs, tuple(map(raw, gate_up)), raw(down), intermediate,
-            norm, eps, round_first, gates,
+            self.dtype == torch.float32, native_layer(output), output[0].inputs, tuple(map(native_layer, gate_up)),
+            native_layer(down), intermediate, norm, eps, round_first, gates,
         )  # fmt: skip
         self._run = native("block_merge").block_merge
         self.sizes = hidden, output[0].inputs

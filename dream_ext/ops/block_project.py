@@ -16,6 +16,12 @@ from .skinny_linear import PackedWeight, skinny_linear_ref
 Layer = tuple[PackedWeight, Tensor | None]
 
 
+def native_layer(layer: Layer) -> tuple:
+    """What the compiled plans take."""
+    weight, bias = layer
+    return weight.data, weight.scale, bias, weight.out
+
+
 def block_project(
     x: Tensor,
     layers: Sequence[Layer],
@@ -85,8 +91,8 @@ class ProjectPlan:
         if not 1 <= len(layers) <= 3:
             raise border.refuse("layers", "one to three", len(layers))
         weights = [weight for weight, _ in layers]
-        self.inputs, self.dtype, self.heads, self.head_dim = weights[0].inputs, weights[0].data.dtype, heads, head_dim
-        if any(w.inputs != self.inputs or w.data.dtype != self.dtype for w in weights):
+        self.inputs, self.dtype, self.heads, self.head_dim = weights[0].inputs, weights[0].dtype, heads, head_dim
+        if any(w.inputs != self.inputs or w.dtype != self.dtype for w in weights):
             raise border.refuse("layers", f"{self.inputs} inputs of {self.dtype} each", "other layers beside the first")
         border.integer("head_dim", head_dim, 2)
         if head_dim % 2 or sum(w.out for w in weights) != sum(heads) * head_dim:
@@ -96,8 +102,8 @@ class ProjectPlan:
                 border.sizes.update(inputs=self.inputs, head=head_dim)
                 border.tensor(name, weight.detach(), (self.dtype,), size)
         self.native = native("block_project").ProjectPlan(
-            tuple((weight.data, bias, weight.out) for weight, bias in layers),
-            self.inputs, tuple(heads), head_dim, normed, norm, eps, round_first, q_norm, k_norm,
+            self.dtype == torch.float32, tuple(map(native_layer, layers)), self.inputs, tuple(heads), head_dim,
+            normed, norm, eps, round_first, q_norm, k_norm,
         )  # fmt: skip
         self._run = native("block_project").block_project
         norms = {"norm": norm, "q_norm": q_norm, "k_norm": k_norm}
