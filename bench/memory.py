@@ -14,8 +14,10 @@ One process, bf16, the demo or `--target` with `--drafter`, text only. In this o
   takes back when it needs memory; a weight that was packed leaves its mapped original there.
 - `over`: the larger of the last two peaks, minus `base`. The bar is `over` <= 64 MB (10^6 bytes).
 
-Beside them what is known without measuring: parameters of target and drafter, those that are mapped from their file
-(resident only where they were touched), packed copies beside their originals, keys and values of the call's cache.
+A page of a file counts as resident also where other processes have it mapped: run it while no other process has the
+model loaded. Beside them what is known without measuring: parameters of target and drafter, those that are mapped from
+their file (resident only where they were touched), packed copies beside their originals, keys and values of the call's
+cache.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def test_proc_lines_are_read(memory):
         memory["kib_of"](status, "RssFile")
 
 
-@pytest.mark.parametrize("per_sentence, length", [(10, 10), (10, 19), (10, 20), (10, 2048), (7, 2048), (1, 5)])
+@pytest.mark.parametrize("per_sentence, length", [(10, 10), (10, 19), (10, 20), (10, 33), (7, 2048), (1, 5)])
 def test_prompt_is_the_longest_that_fits(memory, per_sentence, length):
     """Catches a prompt one sentence short of the length, or beyond it."""
     count = lambda text: 3 + per_sentence * text.count("lighthouse")  # noqa: E731

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 
 import native_build
@@ -43,7 +44,7 @@ def test_every_kernel_is_built():
     units = {(source.stem, suffix.lstrip(".")) for source, suffix, _ in native_build.cpu_units()}
     assert {stem for stem, _ in units} - {"isa"} == set(sanitize.contracts())
     assert ("tree_attention", "base") in units and ("rank_tree", "") in units
-    if ("tree_attention", "avx512") in units:
+    if platform.machine() in ("x86_64", "AMD64"):
         flags = {suffix: flags for source, suffix, flags in native_build.cpu_units() if source.stem == "rms_norm"}
         assert set(flags) == {".base", ".avx2", ".avx512"} and "-mavx512dq" in flags[".avx512"]
         assert all(word in text for word in flags[".avx512"] if word.startswith("-m"))
