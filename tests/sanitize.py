@@ -154,8 +154,11 @@ def examine(sanitizer: Sanitizer, folder: Path) -> Report:
 
 
 def main(names: list[str]) -> int:
-    sanitizers = [s for s in (ADDRESS, THREAD) if not names or s.name in names]
-    status = 0 if sanitizers else 2
+    known = {sanitizer.name: sanitizer for sanitizer in (ADDRESS, THREAD)}
+    if unknown := set(names) - set(known):
+        print(f"sanitize: wanted {' or '.join(known)}, got {' '.join(sorted(unknown))}", file=sys.stderr)
+        return 2
+    sanitizers, status = [known[name] for name in names or known], 0
     for sanitizer in sanitizers:
         start = time.monotonic()
         try:
