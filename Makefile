@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make clean      PYTHON=python3.12 make demo
+# make demo | make test | make lint | make sanitize | make clean      PYTHON=python3.12 make demo
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +10,7 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DREAM_CUDA ?= OFF
 endif
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint sanitize clean
 
 demo: $(VENV)/installed
 	$(BIN)/dream-ext demo --install
@@ -22,6 +22,10 @@ test: $(VENV)/installed-for-tests
 
 lint: $(VENV)/installed-for-tests
 	$(BIN)/ruff check .
+
+# Needs compilers and the standard library of Python alone.
+sanitize:
+	$(PYTHON) tests/sanitize.py
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laws import native, quick, refuses, refuses_other_devices, refuses_when_not_built
+from native_build import NATIVE, CannotBuild, build_library
 
 from dream_ext.ops import keep_path, keep_path_ref
 
-CSRC = Path(__file__).parents[2] / "csrc"
 paths = st.sets(st.integers(0, 40), max_size=12).map(lambda s: torch.tensor(sorted(s), dtype=torch.int64))
 
 
@@ -81,46 +78,16 @@ def test_refusals_leave_everything_as_it_was(monkeypatch):
     refuses_when_not_built(monkeypatch, "keep_path", lambda: keep_path(buffers, 0, ids(1)))
 
 
-HOST = r"""
-#include "cuda/keep_path.cuh"
-using namespace dream;
-template <class Word> static void run(const LaunchBuffer& b, const LaunchPath& p) {
-  for (int lane = 0; lane < b.lanes; ++lane)
-    for (int thread = kWarp - 1; thread >= 0; --thread) move_columns<Word>(b, p, lane, thread, kWarp);
-}
-extern "C" void keep(char* data, const int64_t* strides, int heads, int lanes, int row_bytes, int capacity, int word,
-                     int64_t start, const int64_t* path, int length, int on_device) {
-  const LaunchBuffer b{data, strides[0], strides[1], strides[2], heads, lanes, row_bytes, capacity};
-  LaunchPath p{start, on_device ? path : nullptr, length, {}};
-  for (int i = 0; !on_device && i < length; ++i) p.slots[i] = static_cast<int32_t>(path[i]);
-  if (word == 16) run<uint4>(b, p);
-  else if (word == 8) run<uint64_t>(b, p);
-  else if (word == 4) run<uint32_t>(b, p);
-  else if (word == 2) run<uint16_t>(b, p);
-  else run<uint8_t>(b, p);
-}
-"""
-
-
 @pytest.fixture(scope="module")
 def device_code(tmp_path_factory):
     """The kernel's per-thread code, compiled for the host: a warp's threads run one by one, the last one first."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler on PATH")
-    folder = tmp_path_factory.mktemp("keep_path")
-    (folder / "host.cpp").write_text(HOST)
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-fno-strict-aliasing",
-        "-shared",
-        "-fPIC",
-        "-fsanitize=undefined",
-        "-fno-sanitize-recover",
-    ]
-    subprocess.run([compiler, *flags, f"-I{CSRC}", "host.cpp", "-o", "host.so"], cwd=folder, check=True)
-    return ctypes.CDLL(str(folder / "host.so")).keep
+    flags = ("-O1", "-fno-strict-aliasing", "-fsanitize=undefined", "-fno-sanitize-recover")
+    try:
+        out = tmp_path_factory.mktemp("keep_path") / "host.so"
+        library = build_library(NATIVE / "keep_path_device.cpp", out, flags)
+    except CannotBuild as missing:
+        pytest.skip(str(missing))
+    return ctypes.CDLL(str(library)).keep
 
 
 def run_device_code(code, buffer: torch.Tensor, start: int, path: torch.Tensor, word: int, on_device: bool) -> None:

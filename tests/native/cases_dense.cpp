@@ -1,0 +1,189 @@
+// The operators with heavy arithmetic: attention, linear layers, norms.
+#include <algorithm>
+#include <cmath>
+
+#include "cases.h"
+#include "dream/attention_entropy.h"
+#include "dream/attention_mass.h"
+#include "dream/rms_norm.h"
+#include "dream/skinny_linear.h"
+#include "dream/tree_attention.h"
+
+namespace check {
+
+using dream::Dtype;
+
+void rms_norm() {
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t size : {0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 129, 576})
+      for (const int64_t rows : {0, 1, 3})
+        for (const int64_t gap : {0, 3})
+          for (const bool weighted : {false, true}) {
+            at("rms_norm", size_of(dtype), size, rows, gap, weighted);
+            Tensor x(size_of(dtype), {rows, size}, {size + gap, 1}), weight(size_of(dtype), {size}), y(size_of(dtype), {rows, size});
+            dream::RmsNorm call{};
+            call.x = x.random(dtype).data(), call.weight = weighted ? weight.random(dtype).data() : nullptr;
+            call.dtype = dtype, call.rows = rows, call.size = size, call.x_row = size + gap, call.eps = 1e-5f;
+            call.round_first = weighted, call.y = y.data();
+            dream::rms_norm_cpu(call);
+            y.require_finite(dtype);
+          }
+}
+
+static void one_skinny_linear(Dtype dtype, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
+  at("skinny_linear", size_of(dtype), rows, in, out, gap, biased);
+  const int64_t item = size_of(dtype);
+  Tensor weight(item, {out, in}), packed(item, {dream::packed_elements(dtype, out, in)}), back(item, {out, in});
+  Tensor x(item, {rows, in}, {in + gap, 1}), bias(item, {out});
+  weight.random(dtype), x.random(dtype), bias.random(dtype);
+  dream::PackLinear pack{};
+  pack.weight = weight.data(), pack.packed = packed.data(), pack.dtype = dtype, pack.out = out, pack.in = in;
+  dream::pack_linear_cpu(pack);
+  packed.require_finite(dtype);
+  pack.weight = back.data();
+  dream::unpack_linear_cpu(pack);
+  require(weight.bits() == back.bits(), "unpacking gives other bits");
+  every_thread_count([&](int threads) {
+    Tensor y(item, {rows, out});
+    dream::SkinnyLinear call{};
+    call.x = x.data(), call.packed = packed.data(), call.bias = biased ? bias.data() : nullptr, call.dtype = dtype;
+    call.rows = rows, call.in = in, call.out = out, call.x_row = in + gap, call.y = y.data(), call.threads = threads;
+    dream::skinny_linear_cpu(call);
+    return y.require_finite(dtype).bits();
+  });
+}
+
+void skinny_linear() {
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 9, 17})
+      for (const int64_t in : {0, 1, 2, 17, 65, 130})
+        for (const int64_t out : {0, 1, 15, 16, 17, 33, 48, 65}) one_skinny_linear(dtype, rows, in, out, rows % 4, rows % 2);
+    for (const int64_t in : {15, 16, 63, 64, 127, 128, 129, 257}) one_skinny_linear(dtype, 8, in, 97, 1, true);
+    one_skinny_linear(dtype, 64, 96, 129, 0, false);
+  }
+}
+
+// Query and key heads of (rows, head_dim) that lie apart.
+static std::vector<int64_t> head_strides(int64_t rows, int64_t row) { return {rows * row + 2, row, 1}; }
+
+static void one_attention_mass(Dtype dtype, int64_t heads, int64_t kv_heads, int64_t rows, int64_t keys, int64_t head_dim) {
+  at("attention_mass", size_of(dtype), heads, kv_heads, rows, keys, head_dim);
+  const int64_t q_row = head_dim + 1, k_row = head_dim + keys % 2;
+  Tensor q(size_of(dtype), {heads, rows, head_dim}, head_strides(rows, q_row)), positions(8, {rows});
+  Tensor k(size_of(dtype), {kv_heads, keys, head_dim}, head_strides(keys, k_row));
+  q.random(dtype), k.random(dtype);
+  for (int64_t r = 0; r < rows; ++r) positions.set<int64_t>(r, pick(keys + 4) - 2);  // also before the first, past the last
+  every_thread_count([&](int threads) {
+    Tensor mass(4, {keys});
+    dream::AttentionMass call{};
+    call.q = q.data(), call.k = k.data(), call.dtype = dtype, call.row_positions = positions.data<int64_t>();
+    call.heads = heads, call.kv_heads = kv_heads, call.rows = rows, call.keys = keys, call.head_dim = head_dim;
+    call.q_head_stride = rows * q_row + 2, call.q_row_stride = q_row, call.k_head_stride = keys * k_row + 2;
+    call.k_row_stride = k_row, call.scale = 0.2f, call.mass = mass.data<float>(), call.threads = threads;
+    dream::attention_mass_cpu(call);
+    return mass.require_finite(Dtype::f32).bits();
+  });
+}
+
+void attention_mass() {
+  for (const Dtype dtype : kDtypes) one_attention_mass(dtype, 9, 3, 33, 1030, 64);  // long enough for threads to share it
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t keys : {0, 1, 63, 64, 65, 129})
+      for (const int64_t rows : {0, 1, 3, 4, 5, 9})
+        for (const int64_t head_dim : {0, 1, 17, 64}) {
+          one_attention_mass(dtype, 1, 1, rows, keys, head_dim);
+          one_attention_mass(dtype, 9, 3, rows, keys, head_dim);
+        }
+}
+
+static void one_attention_entropy(Dtype dtype, int64_t heads, int64_t kv_heads, int64_t n, int64_t head_dim) {
+  at("attention_entropy", size_of(dtype), heads, kv_heads, n, head_dim);
+  const int64_t q_row = head_dim + 1, k_row = head_dim + n % 2;
+  Tensor q(size_of(dtype), {heads, n, head_dim}, head_strides(n, q_row));
+  Tensor k(size_of(dtype), {kv_heads, n, head_dim}, head_strides(n, k_row));
+  q.random(dtype), k.random(dtype);
+  every_thread_count([&](int threads) {
+    Tensor entropy(4, {heads, n});
+    dream::AttentionEntropy call{};
+    call.q = q.data(), call.k = k.data(), call.dtype = dtype;
+    call.heads = heads, call.kv_heads = kv_heads, call.n = n, call.head_dim = head_dim;
+    call.q_head_stride = n * q_row + 2, call.q_row_stride = q_row, call.k_head_stride = n * k_row + 2;
+    call.k_row_stride = k_row, call.scale = 0.2f, call.entropy = entropy.data<float>(), call.threads = threads;
+    dream::attention_entropy_cpu(call);
+    return entropy.require_finite(Dtype::f32).bits();
+  });
+}
+
+void attention_entropy() {
+  for (const Dtype dtype : kDtypes) one_attention_entropy(dtype, 9, 3, 257, 64);
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t n : {0, 1, 2, 3, 4, 5, 63, 64, 65, 67, 129})
+      for (const int64_t head_dim : {0, 1, 17, 64}) {
+        one_attention_entropy(dtype, 1, 1, n, head_dim);
+        one_attention_entropy(dtype, 9, 3, n, head_dim);
+      }
+}
+
+struct TreeCase {
+  int64_t heads, kv_heads, nodes, tree, length, head_dim, window;
+  bool padded;
+};
+
+static void one_tree_attention(Dtype dtype, int64_t batch, const TreeCase& c) {
+  at("tree_attention", size_of(dtype), batch, c.heads, c.kv_heads, c.nodes, c.tree, c.length, c.head_dim, c.window, c.padded);
+  const int64_t item = size_of(dtype), row = c.head_dim + 1, slots = c.length + c.tree + 3, q_head = c.nodes * row + 1;
+  const int64_t q_batch = c.heads * q_head + 3, k_head = row, k_row = c.kv_heads * row, k_batch = slots * k_row + 1;
+  const int64_t v_head = slots * row + 2, v_batch = c.kv_heads * v_head;
+  Tensor q(item, {batch, c.heads, c.nodes, c.head_dim}, {q_batch, q_head, row, 1});
+  Tensor k(item, {batch, c.kv_heads, slots, c.head_dim}, {k_batch, k_head, k_row, 1});
+  Tensor v(item, {batch, c.kv_heads, slots, c.head_dim}, {v_batch, v_head, row, 1});
+  q.random(dtype), k.random(dtype), v.random(dtype);
+  Tensor lengths(8, {batch}), ancestors(8, {batch, c.nodes}), padding(1, {batch, slots}), depth(8, {batch, c.nodes});
+  for (int64_t b = 0; b < batch; ++b) {
+    const int64_t length = b == 0 ? c.length : c.length / 2;  // the shorter sequence ends inside another chunk
+    lengths.set<int64_t>(b, length);
+    for (int64_t slot = 0; slot < slots; ++slot) {
+      const bool hidden = c.padded && slot < length && pick(3) == 0;
+      padding.set<uint8_t>(b * slots + slot, !hidden);
+      for (int64_t i = 0; i < c.kv_heads * c.head_dim; ++i) {  // what no node sees may hold anything
+        const int64_t at = ((b * c.kv_heads + i / c.head_dim) * slots + slot) * c.head_dim + i % c.head_dim;
+        if (hidden || slot >= length + c.tree) k.set_float(dtype, at, NAN), v.set_float(dtype, at, INFINITY);
+      }
+    }
+    for (int64_t n = 0; n < c.nodes; ++n) {
+      ancestors.set<uint64_t>(b * c.nodes + n, n < c.tree ? uint64_t{1} << n | (n ? uint64_t{dice()()} & ((uint64_t{1} << n) - 1) : 0) : 0);
+      depth.set<int64_t>(b * c.nodes + n, n ? std::min<int64_t>(n, 64) : 0);
+    }
+  }
+  every_thread_count([&](int threads) {
+    Tensor out(item, {batch, c.nodes, c.heads, c.head_dim});
+    dream::TreeAttention call{};
+    call.q = q.data(), call.k = k.data(), call.v = v.data(), call.dtype = dtype, call.batch = batch, call.heads = c.heads;
+    call.kv_heads = c.kv_heads, call.nodes = c.nodes, call.tree = c.tree, call.slots = slots, call.head_dim = c.head_dim;
+    call.q_batch = q_batch, call.q_head = q_head, call.q_row = row, call.k_batch = k_batch, call.k_head = k_head;
+    call.k_row = k_row, call.v_batch = v_batch, call.v_head = v_head, call.v_row = row;
+    call.lengths = lengths.data<int64_t>(), call.ancestors = ancestors.data<uint64_t>();
+    call.padding = c.padded ? padding.data<uint8_t>() : nullptr, call.depth = c.window ? depth.data<int64_t>() : nullptr;
+    call.window = c.window, call.scale = 0.2f, call.out = out.data(), call.threads = threads;
+    dream::tree_attention_cpu(call);
+    return out.require_finite(dtype).bits();
+  });
+}
+
+void tree_attention() {
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t length : {0, 1, 31, 32, 33})
+      for (const int64_t nodes : {0, 1, 2, 5, 17, 64})
+        for (const int64_t head_dim : {1, 15, 16, 17, 80})
+          one_tree_attention(dtype, 1 + nodes % 2, {3, nodes % 2 ? 3 : 1, nodes, nodes, length, head_dim, length % 2 * 7, nodes % 3 == 2});
+    for (const int64_t length : {447, 448, 449, 511, 512, 513, 1030})
+      one_tree_attention(dtype, 2, {4, 2, 64, 64, length, 20, length % 2 * 500, length % 3 == 0});
+    one_tree_attention(dtype, 0, {3, 1, 4, 4, 8, 16, 0, false});
+    one_tree_attention(dtype, 1, {3, 1, 4, 0, 8, 16, 0, false});  // nodes that see the prefix alone
+    one_tree_attention(dtype, 1, {3, 1, 4, 0, 0, 16, 0, false});  // nodes that see nothing
+    one_tree_attention(dtype, 1, {3, 1, 4, 64, 8, 16, INT64_MAX, true});
+    one_tree_attention(dtype, 1, {3, 1, 4, 4, 8, 0, 0, false});
+  }
+}
+
+}  // namespace check
