@@ -11,17 +11,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Sharpness of the drafter's scores under noise: log softmax(SHARPNESS * (log q - log e)). The drafter's q is not the
-# target's p; below 1 the scores admit that its favourite under the noise may not be the target's.
-SHARPNESS = 0.75
+# A target at temperature T chooses argmax(x - T log e) of its logits x. The drafter's logits are x with an error whose
+# size does not depend on T, so its belief is softmax(LOGIT_WEIGHT * logits - NOISE_WEIGHT * T log e): one pair of
+# constants for all temperatures. Noise weighs less than logits, because a token the drafter thinks impossible is
+# seldom made possible by luck. Fitted by maximum likelihood (docs/measuring.md).
+LOGIT_WEIGHT, NOISE_WEIGHT = 0.95, 0.78
+
+
+def sample(scores: Tensor) -> Tensor:
+    """(1, vocab) processed scores -> (1,) token id, drawn as plain `generate` draws it."""
+    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 
 
 class Sampler:
-    """Chooses a token by `torch.multinomial`, and scores drafts by the noise that the coming choices will meet.
+    """Chooses a token as `sample` does, and scores drafts by the noise that the coming choices will meet.
 
     Args:
         device: where the scores are.
-        temperature: of the target's distribution; the drafter's is shaped alike.
+        temperature: of the target's distribution.
     """
 
     def __init__(self, device: torch.device, temperature: float = 1.0) -> None:
@@ -33,7 +40,7 @@ class Sampler:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """(1, vocab) processed scores -> (1,) token id."""
-        return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+        return sample(scores)
 
     def forecast(self, step: int, vocab: int) -> Tensor:
         """Noise (vocab,) fp32 that the choice ``step`` choices after the next one will draw."""
@@ -58,4 +65,4 @@ class Sampler:
         """
         noise = self.forecast(level - 1, size)
         noise = (noise if vocab is None else noise[vocab]).clamp_min(torch.finfo(noise.dtype).tiny)
-        return SHARPNESS * (logits.float() / self.temperature - noise.log())
+        return LOGIT_WEIGHT * logits.float() - NOISE_WEIGHT * self.temperature * noise.log()
