@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A target at temperature T chooses argmax(x - T log e) of its logits x. The drafter's logits are x with an error whose
-# size does not depend on T, so its belief is softmax(LOGIT_WEIGHT * logits - NOISE_WEIGHT * T log e): one pair of
-# constants for all temperatures. Noise weighs less than logits, because a token the drafter thinks impossible is
-# seldom made possible by luck. Fitted by maximum likelihood (docs/measuring.md).
+# A target at temperature T chooses argmax(x - T log e) of its logits x. The drafter's logits are x with an error that
+# knows nothing of T, so its belief is softmax(LOGIT_WEIGHT * logits - NOISE_WEIGHT * T log e): one pair of constants
+# for all temperatures. Maximum likelihood on the drafter of the demo (docs/measuring.md gives the fits by temperature).
 LOGIT_WEIGHT, NOISE_WEIGHT = 0.95, 0.78
 
 
