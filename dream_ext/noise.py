@@ -13,7 +13,7 @@ from torch import Tensor
 
 # A target at temperature T chooses argmax(x - T log e) of its logits x. The drafter's logits are x with an error that
 # knows nothing of T, so its belief is softmax(LOGIT_WEIGHT * logits - NOISE_WEIGHT * T log e): one pair of constants
-# for all temperatures. Maximum likelihood on the drafter of the demo (docs/measuring.md gives the fits by temperature).
+# for all temperatures, between the maximum-likelihood values of the demo's drafter at three (docs/measuring.md).
 LOGIT_WEIGHT, NOISE_WEIGHT = 0.95, 0.78
 
 
