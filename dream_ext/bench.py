@@ -34,19 +34,21 @@ WARM_UP_TOKENS = 12
 LOOKUP_TOKENS = 10
 
 # fp32 is there to prove identity; its rows hold these methods only.
-IDENTITY_METHODS = ("plain", "dream")
+IDENTITY_METHODS = ("plain", "dream", "dream_unaware")
 
 
 @dataclass(frozen=True)
 class Method:
     """One way of decoding. `tree` is (width, depth, nodes), "suited" for the tree of this machine, `None` for methods
-    without our decoder; `pack` as for `Decoder`, where the weights can be packed."""
+    without our decoder; `pack` as for `Decoder`, where the weights can be packed; `forecast` as for `Decoder`. A method
+    without forecast differs from its twin when sampling alone, and is not run at temperature 0."""
 
     name: str
     pack: bool = False
     tree: tuple[int, int, int] | Literal["suited"] | None = None
     visual_ratio: float | None = None
     lookup: int | None = None
+    forecast: bool = True
 
     def promises_identity(self, temperature: float) -> bool:
         """Prompt lookup draws its noise in another order, so a seed gives another text when sampling."""
@@ -63,6 +65,8 @@ METHODS = {
         Method("dream_unpacked", tree=(4, 3, 8)),
         Method("dream_tau", pack=True, tree=(4, 5, 16)),
         Method("dream_blind", pack=True, tree="suited", visual_ratio=0.0),
+        Method("dream_unaware", pack=True, tree="suited", forecast=False),
+        Method("dream_tau_unaware", pack=True, tree=(4, 5, 16), forecast=False),
     )
 }
 
@@ -82,9 +86,9 @@ class Settings:
     drafter: str
     device: str
 
-    def methods_for(self, dtype: str) -> list[Method]:
+    def methods_for(self, dtype: str, temperature: float) -> list[Method]:
         names = [n for n in self.methods if dtype not in ("float32", "float64") or n in IDENTITY_METHODS]
-        return [METHODS[name] for name in names]
+        return [METHODS[name] for name in names if temperature > 0 or METHODS[name].forecast]
 
 
 @dataclass
@@ -177,19 +181,21 @@ class Bench:
         self.report(f"loading in {dtype}", self._done, total)
         loaded = self.load(dtype)
         self._describe(loaded)
-        methods = self.settings.methods_for(dtype)
-        runners = {m.name: make_runner(m, loaded.target, loaded.drafter) for m in methods}
+        methods = {t: self.settings.methods_for(dtype, t) for t in dict.fromkeys(t for t, _ in todo)}
+        wanted = dict.fromkeys(method for group in methods.values() for method in group)
+        runners = {m.name: make_runner(m, loaded.target, loaded.drafter) for m in wanted}
         judge = Judge(loaded.target)
         self.report(f"{dtype}: warm-up", self._done, total)
-        for temperature in dict.fromkeys(t for t, _ in todo):
+        for temperature, group in methods.items():
             inputs = loaded.inputs(self.prompts[0])
-            for method in methods:
+            for method in group:
                 options = generate_options(min(WARM_UP_TOKENS, self.settings.max_new_tokens), temperature)
                 runners[method.name](inputs, options, self.settings.seed)
         for temperature, number in todo:
             self.report(f"{dtype}, temperature {temperature:g}", self._done, total)
-            turn = number % len(methods)
-            order = methods[turn:] + methods[:turn]
+            group = methods[temperature]
+            turn = number % len(group)
+            order = group[turn:] + group[:turn]
             self.details += self._ask(loaded, judge, dtype, temperature, number, order, runners)
             self._done += 1
             write_json(self.file, self.result(complete=False))
@@ -276,7 +282,7 @@ def make_runner(method: Method, target: Any, drafter: Any) -> Callable[..., Answ
 
     ratio = {} if method.visual_ratio is None else {"visual_ratio": method.visual_ratio}
     shape = tree_option(drafter) if method.tree == "suited" else TreeShape(*method.tree)
-    make = partial(Decoder, target, drafter, tree=shape, **ratio)
+    make = partial(Decoder, target, drafter, tree=shape, forecast=method.forecast, **ratio)
     make(pack=pack).restore()  # refuses a drafter of another target; the decoders below need not compare again
 
     def run(inputs: Mapping[str, Any], options: dict[str, Any], seed: int) -> Answer:

@@ -18,7 +18,17 @@ from .loading import UserError, one_line
 
 DEMO_PROMPT = "Describe this picture in three sentences."
 DType = Literal["bfloat16", "float16", "float32"]
-MethodName = Literal["plain", "plain_packed", "prompt_lookup", "dream", "dream_unpacked", "dream_tau", "dream_blind"]
+MethodName = Literal[
+    "plain",
+    "plain_packed",
+    "prompt_lookup",
+    "dream",
+    "dream_unpacked",
+    "dream_tau",
+    "dream_blind",
+    "dream_unaware",
+    "dream_tau_unaware",
+]
 
 
 def _print_json(data: Any) -> None:
@@ -223,7 +233,8 @@ class Bench:
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
     methods: tuple[MethodName, ...] = get_args(MethodName)
-    """Ways of decoding; plain is always among them. In float32 only plain and dream run."""
+    """Ways of decoding; plain is always among them. In float32 only plain, dream and dream_unaware run; the
+    unaware methods run when sampling only."""
     dtypes: tuple[DType, ...] = ("bfloat16", "float32")
     """Number formats."""
     temperatures: tuple[float, ...] = field(default=(0.0, 1.0))

@@ -17,11 +17,11 @@ from dream_ext import cache as kv
 from dream_ext.decode import decode
 from dream_ext.drafter import Drafter
 from dream_ext.modes import UnsupportedMode, check_mode, check_request, check_target
-from dream_ext.noise import Sampler
+from dream_ext.noise import Sampler, sample
 from dream_ext.packed import PackedModels
 from dream_ext.policy import suited_tree
 from dream_ext.prefill import remember, run_prefill
-from dream_ext.sampling import Emitter, greedy
+from dream_ext.sampling import Chooser, Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.swapping import blank
 from dream_ext.targets.adapter import TargetAdapter
@@ -47,6 +47,8 @@ class Decoder:
             (see `dream_ext.packed`) until `restore`, or until the decoder is gone; decoders of one target share it.
             The drafter's are rounded to 8 bits, the target's keep every bit. Weights written in place meanwhile are not
             seen.
+        forecast: when sampling, let the drafts read the noise that the coming choices will draw. It decides about speed
+            alone: the text and the generator's state are the same without.
     Raises:
         UnsupportedTarget: a family that tree verification does not know.
         CannotPack: weights with gradients, hooks or adapters, or not float32 or bfloat16 on a CPU.
@@ -65,9 +67,11 @@ class Decoder:
         visual_ratio: float | None = None,
         check_target: bool = True,
         pack: bool = False,
+        forecast: bool = True,
     ) -> None:
         self.target = target
         self.drafter = drafter
+        self.forecast = forecast
         self.visual_ratio = drafter.config.visual_ratio if visual_ratio is None else visual_ratio
         if not 0 <= self.visual_ratio <= 1:
             raise ValueError(f"visual_ratio must lie in [0, 1], got {self.visual_ratio}")
@@ -120,7 +124,7 @@ class Decoder:
         check_target(self.target)
         check_request(input_ids, processors, config, model_kwargs)
         cache = model_kwargs["past_key_values"]
-        chooser = Sampler(input_ids.device, config.temperature or 1.0) if config.do_sample else greedy
+        chooser = self._chooser(input_ids, config)
         emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
         kv.adopt(cache)
         try:
@@ -135,6 +139,11 @@ class Decoder:
         return GenerateDecoderOnlyOutput(
             sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, past_key_values=cache
         )
+
+    def _chooser(self, input_ids: Tensor, config) -> Chooser:
+        if not config.do_sample:
+            return greedy
+        return Sampler(input_ids.device, config.temperature or 1.0) if self.forecast else sample
 
     def _run(self, emitter: Emitter, cache, input_ids: Tensor, config, model_kwargs: dict) -> None:
         stats = self.stats = Stats(tree=self.tree)

@@ -17,20 +17,26 @@ from torch import Tensor
 
 from dream_ext.ops.sample_tree import sample_row
 
-# Sharpness of the drafter's scores under noise: log softmax(SHARPNESS * (log q - log e)). The drafter's q is not the
-# target's p; below 1 the scores admit that its favourite under the noise may not be the target's.
-SHARPNESS = 0.75
+# A target at temperature T chooses argmax(x - T log e) of its logits x. The drafter's logits are x with an error that
+# knows nothing of T, so its belief is softmax(LOGIT_WEIGHT * logits - NOISE_WEIGHT * T log e): one pair of constants
+# for all temperatures, between the maximum-likelihood values of the demo's drafter at three (docs/measuring.md).
+LOGIT_WEIGHT, NOISE_WEIGHT = 0.95, 0.78
+
+
+def sample(scores: Tensor) -> Tensor:
+    """(1, vocab) processed scores -> (1,) token id, drawn as plain `generate` draws it."""
+    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 
 # Held while a default generator is compared with a forecast and moved: two decoders must not both use one draw.
 _MOVING = threading.Lock()
 
 
 class Sampler:
-    """Chooses the token that `torch.multinomial` draws, and scores drafts by the noise that the coming choices meet.
+    """Chooses a token as `sample` does, and scores drafts by the noise that the coming choices will meet.
 
     Args:
         device: where the scores are.
-        temperature: of the target's distribution; the drafter's is shaped alike.
+        temperature: of the target's distribution.
     """
 
     def __init__(self, device: torch.device, temperature: float = 1.0) -> None:
@@ -42,9 +48,8 @@ class Sampler:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """(1, vocab) processed scores -> (1,) token id."""
-        p = torch.softmax(scores, dim=-1)
-        token = self._foreseen(p)
-        return torch.multinomial(p, num_samples=1).squeeze(1) if token is None else token
+        token = self._foreseen(torch.softmax(scores, dim=-1))
+        return sample(scores) if token is None else token
 
     def _foreseen(self, p: Tensor) -> Tensor | None:
         """The choice by noise that is already drawn; None where `multinomial` must choose: no such noise, no kernel, or
@@ -90,4 +95,4 @@ class Sampler:
         """
         noise = self.forecast(level - 1, size)
         noise = (noise if vocab is None else noise[vocab]).clamp_min(torch.finfo(noise.dtype).tiny)
-        return SHARPNESS * (logits.float() / self.temperature - noise.log())
+        return LOGIT_WEIGHT * logits.float() - NOISE_WEIGHT * self.temperature * noise.log()

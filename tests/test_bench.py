@@ -52,17 +52,21 @@ def make_bench(
 def result(tmp_path_factory):
     file = tmp_path_factory.mktemp("bench") / "result.json"
     methods = ("plain_packed", "dream", "prompt_lookup", "dream_unpacked", "dream_tau", "dream_blind")
+    methods += ("dream_unaware", "dream_tau_unaware")
     made = make_bench(file, dtypes=("bfloat16", "float32"), methods=methods).run()
     assert json.loads(file.read_text()) == made
     return made
 
 
 def test_rows_cover_every_cell(result):
-    """A method that was asked for and silently dropped, or fp32 rows of methods that are there for speed only."""
+    """A method that was asked for and silently dropped, fp32 rows of methods that are there for speed only, or greedy
+    rows of methods that differ from others when sampling alone."""
     got = {(r["method"], r["dtype"], r["temperature"]) for r in result["rows"]}
     names = ("plain", "plain_packed", "prompt_lookup", "dream", "dream_unpacked", "dream_tau", "dream_blind")
     fast = {(m, "bfloat16", t) for m in names for t in (0.0, 1.0)}
-    assert got == fast | {(m, "float32", t) for m in ("plain", "dream") for t in (0.0, 1.0)}
+    fast |= {(m, "bfloat16", 1.0) for m in ("dream_unaware", "dream_tau_unaware")}
+    exact = {(m, "float32", t) for m in ("plain", "dream") for t in (0.0, 1.0)} | {("dream_unaware", "float32", 1.0)}
+    assert got == fast | exact
     assert result["complete"] is True
 
 

@@ -204,7 +204,7 @@ def test_bench_from_end_to_end(call, folders, tmp_path):
     assert status == 0, err
     assert "dream_blind" in out and "unexplained" not in out
     result = json.loads(file.read_text())
-    assert result["complete"] and len(result["rows"]) == 2 * 7 + 2 * 2
+    assert result["complete"] and len(result["rows"]) == (7 + 9) + (2 + 3)  # bf16 and fp32, greedy and sampled
     assert str(tmp_path) not in file.read_text(), "a path of this machine got into the result"
     for name in (
         "cpu",

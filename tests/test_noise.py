@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 from conftest import random_drafter
-from tiny import build_llama
+from tiny import build_llama, build_llava
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from dream_ext import Decoder, TreeShape
+from dream_ext import Decoder, TreeShape, noise
 from dream_ext.noise import Sampler
 
 CPU = torch.device("cpu")
@@ -87,8 +87,10 @@ def test_a_processor_that_draws_changes_nothing():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_perfect_drafter_always_drafts_the_sampled_token():
+def test_a_perfect_drafter_always_drafts_the_sampled_token(monkeypatch):
     """Catches the noise of another step, another temperature, or another order of the draft vocabulary."""
+    monkeypatch.setattr(noise, "LOGIT_WEIGHT", 1.0)  # a drafter without error needs no caution
+    monkeypatch.setattr(noise, "NOISE_WEIGHT", 1.0)
     logits, vocab = torch.randn(6, 50) * 2, torch.randperm(50)[:30].sort().values
     sampler = Sampler(CPU, temperature=0.7)
     torch.manual_seed(1)
@@ -97,6 +99,43 @@ def test_a_perfect_drafter_always_drafts_the_sampled_token():
     full = [sampler.draft_scores(row[None], i, None, 50)[0][vocab] for i, row in enumerate(logits, 1)]
     assert all(torch.equal(a, b) for a, b in zip(some, full, strict=True))
     assert drafted == [int(sampler(row[None] / 0.7)) for row in logits]
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_the_drafts_read_the_noise_only_when_asked(forecast, monkeypatch):
+    """Catches an option that is accepted and not passed on, either way."""
+    model, inputs = build_llama()
+    read, plain_scores = [], Sampler.draft_scores
+    monkeypatch.setattr(Sampler, "draft_scores", lambda self, *args: read.append(args) or plain_scores(self, *args))
+    decoder = Decoder(model, random_drafter(model), tree=TreeShape(3, 4, 10), forecast=forecast)
+    decoder.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert not read
+    decoder.generate(**inputs, max_new_tokens=12, do_sample=True)
+    assert bool(read) == forecast
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        dict(temperature=1.0, top_k=0),
+        dict(temperature=0.7, top_p=0.9),
+        dict(temperature=1.3, top_k=20, repetition_penalty=1.3),
+    ],
+    ids=["t1", "t07_top_p", "t13_top_k_penalty"],
+)
+def test_same_text_and_generator_with_and_without_forecast(setting, forecast):
+    """Drafts of the drafter itself: catches a forecast, or its absence, that moves the generator or the choice."""
+    model, inputs = build_llava()
+    arguments = dict(setting, do_sample=True, max_new_tokens=30)
+    decoder = Decoder(model, random_drafter(model), tree=TreeShape(3, 4, 10), forecast=forecast)
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        want = model.generate(**inputs, **arguments)
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        assert torch.equal(decoder.generate(**inputs, **arguments), want)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_zero_probability_is_never_emitted():
