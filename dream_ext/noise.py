@@ -22,13 +22,13 @@ from dream_ext.ops.sample_tree import sample_row
 # for all temperatures, between the maximum-likelihood values of the demo's drafter at three (docs/measuring.md).
 LOGIT_WEIGHT, NOISE_WEIGHT = 0.95, 0.78
 
+# Held while a default generator is compared with a forecast and moved: two decoders must not both use one draw.
+_MOVING = threading.Lock()
+
 
 def sample(scores: Tensor) -> Tensor:
     """(1, vocab) processed scores -> (1,) token id, drawn as plain `generate` draws it."""
     return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
-
-# Held while a default generator is compared with a forecast and moved: two decoders must not both use one draw.
-_MOVING = threading.Lock()
 
 
 class Sampler:
