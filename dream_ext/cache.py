@@ -101,12 +101,13 @@ def adopt(cache: Cache) -> None:
 
 
 def release(cache: Cache) -> None:
-    """Turn tree layers back into dynamic ones of exactly their length (one copy), in place."""
+    """Turn tree layers back into dynamic ones, in place; what they hold stays in the front of the buffers."""
     layers = []
     for layer in cache.layers:
         dynamic = DynamicLayer()
         if layer.is_initialized:
-            dynamic.update(layer.keys, layer.values)
+            dynamic.lazy_initialization(layer.keys, layer.values)
+            dynamic.keys, dynamic.values = layer.keys, layer.values
         layers.append(dynamic)
     cache.layers = layers
     cache.layer_class_to_replicate = DynamicLayer

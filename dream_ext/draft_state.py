@@ -28,6 +28,8 @@ Attend = Callable[[Tensor, Tensor, float], Tensor]
 # Below this many rows plain matmul-softmax-matmul is faster than the fused kernel; above, it must not hold rows x
 # slots x heads.
 _FEW_ROWS = 32
+# Rows of a prompt that are read together: what is made on the way (rows x intermediate size) stays small.
+_AT_ONCE = 256
 
 
 class DraftState:
@@ -86,9 +88,13 @@ class DraftState:
         Drafted slots are forgotten first.
         """
         self.drafted = 0
-        n = embeds.shape[0]
-        self._reserve(self.length + n)
+        self._reserve(self.length + embeds.shape[0])
         self._cover(int(positions.max()))
+        parts = zip(*(rows.split(_AT_ONCE) for rows in (embeds, feats, positions)), strict=True)
+        return torch.cat([self._append_part(*part) for part in parts])
+
+    def _append_part(self, embeds: Tensor, feats: Tensor, positions: Tensor) -> Tensor:
+        n = embeds.shape[0]
         attend = self._attention(torch.ones(n, n, dtype=torch.bool, device=self._device).tril_(), self.length)
         hidden = self._run(
             embeds, self.drafter.reduce(feats.to(self._dtype)), self._cos[positions], self._sin[positions], attend

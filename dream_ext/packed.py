@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dream_ext.ops._border import FLOATS, has_kernel
 from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
+from dream_ext.pages import page_out
 from dream_ext.quick import quicken, quickenable, slow
 from dream_ext.swapping import blank
 
@@ -80,6 +81,8 @@ def pack_layer(layer: nn.Linear, shared: bool, rounded: bool) -> None:
     layer.__dict__.update(_packed=packed, _original=original)
     layer.__class__ = PackedLinear
     layer._parameters["weight"] = None  # the name keeps its place in the order of parameters
+    if rounded or not shared:  # nobody reads it now
+        page_out(parameter.data)
 
 
 def unpack_layer(layer: PackedLinear) -> None:

@@ -219,3 +219,17 @@ def test_refusals_leave_everything_as_it_was():
     del layer.base_layer
     drafter.double()
     refused("float64")
+
+
+def test_pages_of_packed_originals_are_given_back(tmp_path):
+    """Catches a mapped weight that stays resident beside its packed form, and bytes lost with its pages."""
+    model, _ = build_llama(hidden_size=512, intermediate_size=1024)
+    model.save_pretrained(tmp_path)
+    model = type(model).from_pretrained(tmp_path)
+    held = model.model.layers[1].mlp.up_proj.weight
+    want = held.detach().clone()
+    packing = packed.PackedModels()
+    packing.add(model, model.model)
+    assert torch.equal(held, want)
+    packing.restore()
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight, want)
