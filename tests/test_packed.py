@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import pickle
+import sys
 import threading
 import weakref
 
@@ -221,15 +223,27 @@ def test_refusals_leave_everything_as_it_was():
     refused("float64")
 
 
+def resident_pages(tensor):
+    """Share of a tensor's pages that this process has in memory (bit 63 of /proc/self/pagemap)."""
+    first, count = tensor.data_ptr() // 4096, tensor.nbytes // 4096
+    with open("/proc/self/pagemap", "rb") as file:
+        file.seek(8 * first)
+        entries = torch.frombuffer(bytearray(file.read(8 * count)), dtype=torch.int64)
+    return float((entries < 0).float().mean())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for its pages")
 def test_pages_of_packed_originals_are_given_back(tmp_path):
     """Catches a mapped weight that stays resident beside its packed form, and bytes lost with its pages."""
     model, _ = build_llama(hidden_size=512, intermediate_size=1024)
     model.save_pretrained(tmp_path)
     model = type(model).from_pretrained(tmp_path)
     held = model.model.layers[1].mlp.up_proj.weight
-    want = held.detach().clone()
-    packing = packed.PackedModels()
+    want, packing = held.detach().clone(), packed.PackedModels()
+    os.sync()  # pages that are not on disk yet stay
+    assert resident_pages(held) > 0.9
     packing.add(model, model.model)
+    assert resident_pages(held) < 0.5
     assert torch.equal(held, want)
     packing.restore()
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, want)
