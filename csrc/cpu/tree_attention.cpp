@@ -90,7 +90,7 @@ DREAM_INLINE void score_tile(const float* q, int64_t lanes, const float* keys, i
 
 template <int VECS>
 static void score_rows(const Head& head, int64_t at, const float* keys, int64_t head_dim, float* scores) {
-  constexpr int kKeys = VECS == 1 ? 8 : 4;
+  constexpr int kKeys = VECS <= 2 ? 8 : 4;
   for (int64_t j = 0; j < kBlock; j += kKeys)
     score_tile<kKeys, VECS>(head.q + at, head.lanes, keys + j * head.width, head.width, head_dim, scores + j * head.lanes + at);
 }
