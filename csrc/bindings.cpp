@@ -16,6 +16,7 @@
 #include "dream/keep_path.h"
 #include "dream/rank_tree.h"
 #include "dream/rms_norm.h"
+#include "dream/rounded_linear.h"
 #include "dream/sample_tree.h"
 #include "dream/select_visual.h"
 #include "dream/skinny_linear.h"
@@ -252,8 +253,8 @@ void bind_tree_attention(handle query, handle key, handle value, handle lengths,
 // (weight, packed) of one layer.
 PackLinear linear_pair(handle weight, handle packed) {
   const View w = cpu(weight, 2), p = cpu(packed, 1);
-  const Dtype dtype = weight_type(w);
-  if (!contiguous(w) || weight_type(p) != dtype || !contiguous(p) || p.elements() != packed_elements(dtype, w.shape[0], w.shape[1]))
+  const Dtype dtype = float_type(w);
+  if (!contiguous(w) || float_type(p) != dtype || !contiguous(p) || p.elements() != packed_elements(dtype, w.shape[0], w.shape[1]))
     throw py::type_error("weight and packed do not fit");
   return {w.data, p.data, dtype, w.shape[0], w.shape[1]};
 }
@@ -270,16 +271,29 @@ void bind_unpack_linear(handle packed, handle weight) {
   unpack_linear_cpu(call);
 }
 
-void bind_skinny_linear(handle rows, handle packed, handle scale, handle bias, handle out, int threads) {
+void bind_skinny_linear(handle rows, handle packed, handle bias, handle out, int threads) {
   const View x = cpu(rows, 2), w = cpu(packed, 1), y = cpu(out, 2);
   const Dtype dtype = float_type(x);
   const float* scales = nullptr;
-  const bool fits = packed_fits(w, scale, dtype, y.shape[1], x.shape[1], scales) && float_type(y) == dtype && contiguous(y) &&
+  const bool fits = packed_fits(w, py::none(), dtype, y.shape[1], x.shape[1], scales) && float_type(y) == dtype && contiguous(y) &&
                     x.shape[0] == y.shape[0];
   if (!fits) throw py::type_error("x, packed and y do not fit");
-  const SkinnyLinear call{x.data, w.data, scales, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
+  const SkinnyLinear call{x.data, w.data, optional_row(bias, dtype, y.shape[1]), dtype, x.shape[0], x.shape[1], y.shape[1], x.stride[0], y.shape[1], y.data, threads};
   py::gil_scoped_release released;
   skinny_linear_cpu(call);
+}
+
+void bind_rounded_linear(handle rows, handle packed, handle scale, handle bias, handle out, int threads) {
+  const View x = cpu(rows, 2), w = cpu(packed, 1), y = cpu(out, 2);
+  const Dtype dtype = float_type(x);
+  const float* scales = nullptr;
+  if (scale.is_none() || !packed_fits(w, scale, dtype, y.shape[1], x.shape[1], scales) || float_type(y) != dtype || !contiguous(y) ||
+      x.shape[0] != y.shape[0])
+    throw py::type_error("x, packed and y do not fit");
+  const RoundedLinear call{x.data,     reinterpret_cast<const uint8_t*>(w.data), scales,     optional_row(bias, dtype, y.shape[1]), dtype,  x.shape[0],
+                           x.shape[1], y.shape[1],                               x.stride[0], y.shape[1],                            y.data, threads};
+  py::gil_scoped_release released;
+  rounded_linear_cpu(call);
 }
 
 void bind_rms_norm(handle rows, handle scale, float eps, bool round_first, handle out) {
@@ -292,12 +306,12 @@ void bind_rms_norm(handle rows, handle scale, float eps, bool round_first, handl
   rms_norm_cpu(call);
 }
 
-const char* const kIsaNames[] = {"base", "avx2", "avx512"};
+const char* const kIsaNames[] = {"base", "avx2", "avx512", "avx512vnni"};
 
 void bind_use_isa(const std::string& name) {
-  for (int i = 0; i < 3; ++i)
+  for (int i = 0; i < 4; ++i)
     if (name == kIsaNames[i]) return use_isa(static_cast<Isa>(i));
-  throw py::value_error("use_isa: wanted base, avx2 or avx512, got " + name);
+  throw py::value_error("use_isa: wanted base, avx2, avx512 or avx512vnni, got " + name);
 }
 
 py::dict build_info() {
@@ -347,6 +361,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("block_merge", &dream::bind_block_merge);
   m.def("block_step", &dream::bind_block_step);
   m.def("skinny_linear", &dream::bind_skinny_linear);
+  m.def("rounded_linear", &dream::bind_rounded_linear);
   m.def("pack_linear", &dream::bind_pack_linear);
   m.def("unpack_linear", &dream::bind_unpack_linear);
 #ifdef DREAM_CUDA

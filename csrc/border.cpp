@@ -1,5 +1,6 @@
 #include "border.h"
 
+#include "dream/rounded_linear.h"
 #include "dream/skinny_linear.h"
 
 #include <cstring>
@@ -105,8 +106,6 @@ Dtype float_type(const View& view) {
   throw py::type_error("wanted float32 or bfloat16");
 }
 
-Dtype weight_type(const View& view) { return view.is(Kind::integer, 1) ? Dtype::i8 : float_type(view); }
-
 bool contiguous(const View& view) {
   int64_t stride = 1;
   for (int d = view.ndim - 1; d >= 0; stride *= view.shape[d--])
@@ -123,8 +122,9 @@ const void* optional_row(py::handle tensor, Dtype dtype, int64_t size) {
 
 bool packed_fits(const View& packed, py::handle scale, Dtype dtype, int64_t out, int64_t in, const float*& scales) {
   scales = static_cast<const float*>(optional_row(scale, Dtype::f32, out));
-  const Dtype type = weight_type(packed);
-  return type == (scales ? Dtype::i8 : dtype) && contiguous(packed) && packed.elements() == packed_elements(type, out, in);
+  if (!contiguous(packed)) return false;
+  if (!scales) return float_type(packed) == dtype && packed.elements() == packed_elements(dtype, out, in);
+  return packed.is(Kind::unsigned_integer, 1) && in <= kMaxRoundedInputs && packed.elements() == (out + 15) / 16 * ((in + 3) / 4) * 64;
 }
 
 }  // namespace dream

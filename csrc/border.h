@@ -34,13 +34,13 @@ const View& on_cpu(const View& view, int ndim);
 View cpu(pybind11::handle tensor, int ndim);
 
 Dtype float_type(const View& view);
-Dtype weight_type(const View& view);  // as float_type, or int8
 bool contiguous(const View& view);
 
 // A weight or bias of `size` elements, or null for None.
 const void* optional_row(pybind11::handle tensor, Dtype dtype, int64_t size);
 
-// Whether a packed weight has the size and type for rows of `dtype`; an int8 weight needs a scale (out,), which is returned.
+// Whether a packed weight has the size and type for rows of `dtype`: as skinny_linear.h says, or as rounded_linear.h with a
+// scale (out,), which is returned.
 bool packed_fits(const View& packed, pybind11::handle scale, Dtype dtype, int64_t out, int64_t in, const float*& scales);
 
 }  // namespace dream

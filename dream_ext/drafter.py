@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .blocks import Block, rms, rotary_table, unit_rms, unrolled_attention
 from .draft_state import DraftState
-from .ops.skinny_linear import PackedWeight, skinny_linear
+from .ops.rounded_linear import RoundedWeight
 
 if TYPE_CHECKING:
     from .policy import Yield
@@ -179,7 +179,7 @@ class _Head:
         weight = weight[rows].to(like.device, like.dtype)
         bias = None if bias is None else bias.detach()[rows].to(like.device, like.dtype)
         if pack:
-            return cls(partial(skinny_linear, weight=PackedWeight.round(weight), bias=bias), like.dtype)
+            return cls(partial(RoundedWeight.pack(weight).linear, bias=bias), like.dtype)
         return cls(partial(F.linear, weight=weight, bias=bias), like.dtype)
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dream_ext.ops._border import FLOATS, has_kernel
-from dream_ext.ops.skinny_linear import PackedWeight, run_packed, skinny_linear
+from dream_ext.ops.rounded_linear import MAX_INPUTS, RoundedWeight
+from dream_ext.ops.skinny_linear import PackedWeight
 from dream_ext.pages import page_out
 from dream_ext.quick import quicken, quickenable, slow
 from dream_ext.swapping import blank
@@ -41,8 +42,8 @@ class PackedLinear(nn.Linear):
         packed = self.__dict__.get("_packed")
         if packed is None:  # unpacked by another thread between the call and here
             return nn.Linear.forward(self, x)
-        linear = skinny_linear if torch.is_grad_enabled() else run_packed  # only the first refuses gradients
-        return linear(x, packed, self.bias)
+        linear = packed.linear if torch.is_grad_enabled() else packed.run  # only the first refuses gradients
+        return linear(x, self.bias)
 
     def _fresh(self) -> nn.Parameter:
         """The parameter that the layer has when it is not packed."""
@@ -77,7 +78,8 @@ def pack_layer(layer: nn.Linear, shared: bool, rounded: bool) -> None:
     """Pack one layer, ``rounded`` to 8 bits or as it is; ``shared`` keeps its parameter beside the packed form."""
     parameter = layer._parameters["weight"]
     original = parameter if shared else parameter.requires_grad
-    packed = PackedWeight.round(parameter.data) if rounded else PackedWeight.pack(parameter.data)
+    rounded = rounded and layer.in_features <= MAX_INPUTS
+    packed = (RoundedWeight if rounded else PackedWeight).pack(parameter.data)
     layer.__dict__.update(_packed=packed, _original=original)
     layer.__class__ = PackedLinear
     layer._parameters["weight"] = None  # the name keeps its place in the order of parameters

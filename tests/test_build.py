@@ -92,7 +92,8 @@ def test_versions_agree():
 def test_facts_are_complete():
     facts = build_info.describe()
     if facts["loaded"]:
-        assert facts["isa"] in ("base", "avx2", "avx512") and isinstance(facts["cuda_architectures"], list)
+        assert facts["isa"] in ("base", "avx2", "avx512", "avx512vnni")
+        assert isinstance(facts["cuda_architectures"], list)
         assert (facts["cuda_runtime"] is None) == (not facts["cuda"])
     else:
         assert facts["error"]

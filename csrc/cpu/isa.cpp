@@ -11,7 +11,9 @@ Isa best_isa() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  return avx2 && avx512 ? Isa::avx512 : avx2 ? Isa::avx2 : Isa::base;
+  if (!avx2) return Isa::base;
+  if (!avx512) return Isa::avx2;
+  return __builtin_cpu_supports("avx512vnni") ? Isa::avx512vnni : Isa::avx512;
 #else
   return Isa::base;
 #endif

@@ -5,7 +5,7 @@
 
 namespace dream {
 
-enum class Isa { base, avx2, avx512 };
+enum class Isa { base, avx2, avx512, avx512vnni };
 
 Isa isa();             // what the calls use: the best of the processor, or what use_isa set
 Isa best_isa();        // the best that this build and this processor share
@@ -18,8 +18,10 @@ void use_isa(Isa isa); // for tests and measurements; never above best_isa()
   namespace dream {                               \
   namespace avx2 { Result op(Call); }             \
   namespace avx512 { Result op(Call); }           \
+  namespace avx512vnni { Result op(Call); }       \
   static Result op##_dispatch(Call call) {        \
     switch (isa()) {                              \
+      case Isa::avx512vnni: return avx512vnni::op(call); \
       case Isa::avx512: return avx512::op(call);  \
       case Isa::avx2: return avx2::op(call);      \
       default: return base::op(call);             \

@@ -27,7 +27,6 @@ typedef float floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t words __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t halves __attribute__((vector_size(2 * kLanes)));
-typedef int8_t bytes __attribute__((vector_size(kLanes)));
 struct bf16 { uint16_t bits; };
 
 constexpr float kNegInf = -__builtin_inff();
@@ -37,19 +36,6 @@ DREAM_INLINE floats load(const bf16* p) {
   halves x;
   memcpy(&x, p, sizeof x);
   return (floats)(__builtin_convertvector(x, words) << 16);
-}
-DREAM_INLINE floats load(const int8_t* p) {  // by instruction: compilers take the vector conversion apart
-#if defined(__AVX512F__)
-  const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return __builtin_convertvector((ints)_mm512_maskz_cvtepi8_epi32(0xffff, x), floats);
-#elif defined(__AVX2__)
-  const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return __builtin_convertvector((ints)_mm256_cvtepi8_epi32(x), floats);
-#else
-  bytes x;
-  memcpy(&x, p, sizeof x);
-  return __builtin_convertvector(__builtin_convertvector(x, ints), floats);
-#endif
 }
 DREAM_INLINE float scalar(const float* p) { return *p; }
 DREAM_INLINE float scalar(const bf16* p) {

@@ -56,20 +56,6 @@ struct StepBf16 {
   }
 };
 
-struct StepI8 {
-  typedef int8_t T;
-  static constexpr int64_t kInputs = 1;
-  floats weight[kVecs];
-  DREAM_INLINE StepI8 read(const int8_t* panel) {
-    StepI8 step;
-    for (int v = 0; v < kVecs; ++v) step.weight[v] = load(panel + v * kLanes);
-    return step;
-  }
-  __attribute__((always_inline)) void add(floats* sum, const float* x) const {
-    for (int v = 0; v < kVecs; ++v) sum[v] += weight[v] * x[0];
-  }
-};
-
 // x as the tiles read it: (rows, padded inputs) fp32.
 struct Rows {
   const float* x;
@@ -80,10 +66,7 @@ template <class T>
 static void write_row(const float* sums, const SkinnyLinear& call, int64_t row, int64_t first, int64_t count) {
   const T* bias = static_cast<const T*>(call.bias);
   T* y = static_cast<T*>(call.y) + row * call.y_row + first;
-  for (int64_t i = 0; i < count; ++i) {
-    const float sum = call.scale ? sums[i] * call.scale[first + i] : sums[i];
-    store_scalar(y + i, bias ? sum + scalar(bias + first + i) : sum);
-  }
+  for (int64_t i = 0; i < count; ++i) store_scalar(y + i, bias ? sums[i] + scalar(bias + first + i) : sums[i]);
 }
 
 // ROWS rows from `row` on times PANELS panels from `panel` on.
@@ -117,8 +100,7 @@ static void tile(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_
       float sums[kPanel];
       for (int v = 0; v < kVecs; ++v) store(sums + v * kLanes, total[r][p][v]);
       const int64_t first = (panel + p) * kPanel, left = call.out - first;
-      const auto write = call.dtype == Dtype::f32 ? write_row<float> : write_row<bf16>;
-      write(sums, call, row + r, first, left < kPanel ? left : kPanel);
+      write_row<T>(sums, call, row + r, first, left < kPanel ? left : kPanel);
     }
 }
 
@@ -162,16 +144,14 @@ static void run_bf16(const SkinnyLinear& call) {
     for (; k + kLanes <= call.in; k += kLanes) store(to + k, load(x + k));
     for (; k < call.in; ++k) to[k] = scalar(x + k);
   }
-  const Rows rows{wide.data, stride};
-  call.scale ? all_panels<StepI8>(call, rows) : all_panels<StepBf16>(call, rows);
+  all_panels<StepBf16>(call, Rows{wide.data, stride});
 }
 
 int skinny_linear(const SkinnyLinear& call) {
-  const Rows rows{static_cast<const float*>(call.x), call.x_row};
   if (call.dtype == Dtype::bf16)
     run_bf16(call);
   else
-    call.scale ? all_panels<StepI8>(call, rows) : all_panels<StepF32>(call, rows);
+    all_panels<StepF32>(call, Rows{static_cast<const float*>(call.x), call.x_row});
   return 0;
 }
 
@@ -219,20 +199,10 @@ static void unpack(const PackLinear& call) {
   });
 }
 
-void pack_linear_cpu(const PackLinear& call) {  // bits are moved, never numbers
-  switch (call.dtype) {
-    case Dtype::f32: return pack<uint32_t>(call);
-    case Dtype::bf16: return pack<uint16_t>(call);
-    case Dtype::i8: return pack<uint8_t>(call);
-  }
+void pack_linear_cpu(const PackLinear& call) {
+  call.dtype == Dtype::f32 ? pack<uint32_t>(call) : pack<uint16_t>(call);  // bits are moved, never numbers
 }
-void unpack_linear_cpu(const PackLinear& call) {
-  switch (call.dtype) {
-    case Dtype::f32: return unpack<uint32_t>(call);
-    case Dtype::bf16: return unpack<uint16_t>(call);
-    case Dtype::i8: return unpack<uint8_t>(call);
-  }
-}
+void unpack_linear_cpu(const PackLinear& call) { call.dtype == Dtype::f32 ? unpack<uint32_t>(call) : unpack<uint16_t>(call); }
 void skinny_linear_cpu(const SkinnyLinear& call) {
   if (call.rows > 0 && call.out > 0) skinny_linear_dispatch(call);
 }

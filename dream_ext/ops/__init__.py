@@ -14,6 +14,7 @@ from .expand_tree import expand_tree, expand_tree_ref
 from .keep_path import keep_path, keep_path_ref
 from .rank_tree import rank_tree, rank_tree_ref
 from .rms_norm import rms_norm, rms_norm_ref
+from .rounded_linear import RoundedWeight, rounded_linear, rounded_linear_ref
 from .sample_tree import sample_tree, sample_tree_ref
 from .select_visual import select_visual, select_visual_ref
 from .skinny_linear import PackedWeight, skinny_linear, skinny_linear_ref
@@ -22,6 +23,7 @@ from .verify_tree import verify_tree, verify_tree_ref
 
 __all__ = [
     "PackedWeight",
+    "RoundedWeight",
     "attention_entropy",
     "attention_entropy_ref",
     "attention_mass",
@@ -40,6 +42,8 @@ __all__ = [
     "rank_tree_ref",
     "rms_norm",
     "rms_norm_ref",
+    "rounded_linear",
+    "rounded_linear_ref",
     "sample_tree",
     "sample_tree_ref",
     "select_visual",

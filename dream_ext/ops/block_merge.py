@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ._border import FLOATS, Border
 from ._native import native
-from .block_project import Layer, native_layer
+from .block_project import Layer, native_layer, reference_layer
 from .rms_norm import rms_norm_ref
-from .skinny_linear import skinny_linear_ref
 
 
 def block_merge(
@@ -114,7 +113,7 @@ def block_merge_ref(
     gates: tuple[float, float] | None = None,
 ) -> Tensor:
     attention_gate, mlp_gate = gates or (1.0, 1.0)
-    x = x + attention_gate * skinny_linear_ref(attended, *output)
+    x = x + attention_gate * reference_layer(attended, output)
     normed = rms_norm_ref(x, norm, eps, round_first=round_first)
-    gate, up = torch.cat([skinny_linear_ref(normed, *layer) for layer in gate_up], dim=-1).chunk(2, dim=-1)
-    return x + mlp_gate * skinny_linear_ref(F.silu(gate) * up, *down)
+    gate, up = torch.cat([reference_layer(normed, layer) for layer in gate_up], dim=-1).chunk(2, dim=-1)
+    return x + mlp_gate * reference_layer(F.silu(gate) * up, down)

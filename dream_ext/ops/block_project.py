@@ -10,16 +10,23 @@ from torch import Tensor
 from ._border import FLOATS, Border, unit_stride
 from ._native import native
 from .rms_norm import rms_norm_ref
-from .skinny_linear import PackedWeight, skinny_linear_ref
+from .rounded_linear import RoundedWeight
+from .skinny_linear import PackedWeight
 
 # A linear layer: its packed weight and its bias.
-Layer = tuple[PackedWeight, Tensor | None]
+Layer = tuple[PackedWeight | RoundedWeight, Tensor | None]
 
 
 def native_layer(layer: Layer) -> tuple:
     """What the compiled plans take."""
     weight, bias = layer
-    return weight.data, weight.scale, bias, weight.out
+    return weight.data, weight.scale if isinstance(weight, RoundedWeight) else None, bias, weight.out
+
+
+def reference_layer(x: Tensor, layer: Layer) -> Tensor:
+    """The layer by the reference of its operator."""
+    weight, bias = layer
+    return weight.reference(x, bias)
 
 
 def block_project(
@@ -146,6 +153,6 @@ def block_project_ref(
 
     if normed:
         x = rms_norm_ref(x, norm, eps, round_first=round_first)
-    outputs = torch.cat([skinny_linear_ref(x, *layer) for layer in layers], dim=-1)
+    outputs = torch.cat([reference_layer(x, layer) for layer in layers], dim=-1)
     q, k, v = outputs.unflatten(-1, (-1, head_dim)).transpose(0, 1).split(list(heads))
     return turned(q, q_norm), turned(k, k_norm), v

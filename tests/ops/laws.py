@@ -14,7 +14,7 @@ from dream_ext.ops import _native
 
 native = pytest.importorskip("dream_ext._C", reason="dream_ext._C is not built: python setup.py build_ext --inplace")
 
-_ALL = ("base", "avx2", "avx512")
+_ALL = ("base", "avx2", "avx512", "avx512vnni")
 LEVELS = _ALL[: _ALL.index(native.build_info()["best_isa"]) + 1]
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -21,13 +21,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def check(x, weight, bias=None):
-    for packed in (PackedWeight.pack(weight), PackedWeight.round(weight)):
-        check_packed(x, packed, bias)
-
-
-def check_packed(x, packed, bias):
+    packed = PackedWeight.pack(weight)
     got = skinny_linear(x, packed, bias)
-    exact = F.linear(x.double(), packed.unpack().double(), None if bias is None else bias.double())
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert got.dtype == x.dtype and got.shape == exact.shape
     close_enough(got, skinny_linear_ref(x, packed, bias), exact, floor=x.shape[-1] ** 0.5)
 
@@ -63,18 +59,6 @@ def test_packing_keeps_every_bit(dtype, shape):
     weight = (bits if dtype == torch.bfloat16 else bits.int() * 65537).view(dtype)
     back = PackedWeight.pack(weight).unpack()
     assert torch.equal(back.view(torch.uint8), weight.view(torch.uint8)) and back.dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_to_8_bits(dtype):
-    """Catches a scale of the wrong output, an integer that wraps at -128, and a row of zeros that becomes NaN."""
-    weight = torch.randn(37, 65).to(dtype) * torch.logspace(-3, 3, 37)[:, None].to(dtype)
-    weight[5] = 0
-    packed = PackedWeight.round(weight)
-    largest = weight.float().abs().amax(dim=1, keepdim=True)
-    assert packed.data.dtype == torch.int8 and packed.data.min() >= -127 and packed.dtype == dtype
-    assert ((packed.unpack() - weight.float()).abs() <= largest / 254 * 1.001).all()
-    assert PackedWeight.round(torch.randn(5, 0).to(dtype)).unpack().shape == (5, 0)
 
 
 def test_nothing_to_do():

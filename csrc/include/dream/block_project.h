@@ -3,9 +3,9 @@
 
 namespace dream {
 
-// A linear layer whose weight is packed as skinny_linear.h says.
+// A linear layer whose weight is packed as skinny_linear.h says or, when there is a scale, as rounded_linear.h says.
 struct PackedLayer {
-  const void* packed;  // (packed_elements) dtype, or i8 when there is a scale
+  const void* packed;  // (packed_elements) dtype, or bytes
   const float* scale;  // (out), or null
   const void* bias;  // (out) dtype, or null
   int64_t out;

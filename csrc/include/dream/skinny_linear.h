@@ -6,8 +6,7 @@ namespace dream {
 constexpr int64_t kPanel = 16;  // outputs of one packed panel
 
 // Weights are packed in panels of 16 outputs, rows past `out` zero. fp32: (panels, in, 16). bf16: (panels, ceil(in / 2), 16, 2),
-// two neighbouring inputs side by side, an odd input's neighbour zero. i8: as fp32; a weight is its integer times the scale of
-// its output.
+// two neighbouring inputs side by side, an odd input's neighbour zero.
 int64_t packed_elements(Dtype dtype, int64_t out, int64_t in);
 
 // Moves a weight matrix into its packed form, or back.
@@ -21,8 +20,7 @@ struct PackLinear {
 // y = x W^T + bias. CPU pointers. A row's bits depend neither on the other rows, nor on their number, nor on the threads.
 struct SkinnyLinear {
   const void* x;       // (rows, in) dtype, row stride below, unit column stride
-  const void* packed;  // packed weight, same dtype, or i8 when there is a scale
-  const float* scale;  // (out), or null
+  const void* packed;  // packed weight, same dtype
   const void* bias;    // (out) dtype, or null
   Dtype dtype;         // sums are fp32
   int64_t rows, in, out;

@@ -4,6 +4,6 @@
 
 namespace dream {
 
-enum class Dtype : uint8_t { f32, bf16, i8 };  // i8: packed weights alone
+enum class Dtype : uint8_t { f32, bf16 };
 
 }  // namespace dream

@@ -1,0 +1,117 @@
+"""y = x W^T in 8-bit integers: half the bytes of bfloat16 and less work, for a drafter, whose drafts are checked."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._border import FLOATS, Border, unit_stride
+from ._native import native
+from .skinny_linear import PANEL
+
+MAX_INPUTS = 65536  # a sum of so many products of bytes fits 32 bits
+_TOGETHER = 4  # neighbouring inputs that lie side by side
+
+
+@dataclass(frozen=True)
+class RoundedWeight:
+    """A weight matrix rounded to 8 bits, in panels; see ``csrc/include/dream/rounded_linear.h`` for the layout.
+
+    Attributes:
+        data: one-dimensional uint8, on the CPU; an integer plus 128 each.
+        scale: (out,) float32, the factor on the integers of each output.
+        out, inputs: the matrix's sizes.
+        dtype: of the rows it serves, float32 or bfloat16.
+    """
+
+    data: Tensor
+    scale: Tensor
+    out: int
+    inputs: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def pack(weight: Tensor) -> RoundedWeight:
+        """Round ``weight`` (out, inputs), float32 or bfloat16, to integers in [-127, 127] and pack them."""
+        border = Border("rounded_linear")
+        border.tensor("weight", weight.detach(), FLOATS, "out", "inputs")
+        border.on_cpu()
+        out, inputs = weight.shape
+        border.integer("weight", inputs, 0, MAX_INPUTS, " inputs")
+        with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, whoever packs
+            wide = weight.detach().float().clone()
+            scale = wide.abs().amax(dim=1) / 127 if inputs else wide.new_ones(out)
+            integers = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().int()
+            padded = F.pad(integers, (0, -inputs % _TOGETHER, 0, -out % PANEL)) + 128
+            tall, long = padded.shape
+            panels = padded.view(tall // PANEL, PANEL, long // _TOGETHER, _TOGETHER).transpose(1, 2)
+            return RoundedWeight(panels.to(torch.uint8).flatten(), scale, out, inputs, weight.dtype)
+
+    def integers(self) -> Tensor:
+        """(out, inputs) int32."""
+        steps = -(-self.inputs // _TOGETHER)
+        panels = self.data.view(-(-self.out // PANEL), steps, PANEL, _TOGETHER).transpose(1, 2)
+        matrix = panels.reshape(-(-self.out // PANEL) * PANEL, steps * _TOGETHER)
+        return matrix[: self.out, : self.inputs].int() - 128
+
+    def unpack(self) -> Tensor:
+        """The rounded matrix (out, inputs) in float32."""
+        return self.integers() * self.scale[:, None]
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`rounded_linear` with this weight."""
+        return rounded_linear(x, self, bias)
+
+    def reference(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """`rounded_linear_ref` with this weight."""
+        return rounded_linear_ref(x, self, bias)
+
+    def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The same for callers that know their arguments fit: only what would be a wild pointer is checked."""
+        y = torch.empty((*x.shape[:-1], self.out), dtype=x.dtype, device=x.device)
+        count = math.prod(x.shape[:-1])
+        rows, out = unit_stride(x.reshape(count, self.inputs)), y.view(count, self.out)
+        native("rounded_linear").rounded_linear(rows, self.data, self.scale, bias, out, torch.get_num_threads())
+        return y
+
+
+def rounded_linear(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
+    """``x @ W.T + bias`` with W and every row of x rounded to 8 bits.
+
+    Args:
+        x: (..., inputs) float32 or bfloat16, the weight's dtype; any number of rows.
+        weight: the rounded matrix, at most 65,536 inputs.
+        bias: (out,) same dtype.
+
+    Returns:
+        (..., out), same dtype. A row is rounded to integers in [-127, 127] times a 127th of its largest size; sums of
+        products are exact. A row's bits depend neither on the other rows nor on the processor. A row that holds NaN or
+        infinity gives NaN.
+
+    Source: symmetric quantisation per output and per row (LLM.int8, arXiv 2208.07339, without its outliers).
+    """
+    border = Border("rounded_linear")
+    border.tensor("x", x, (weight.dtype,), "...")
+    if x.dim() < 1 or x.shape[-1] != weight.inputs:
+        raise border.refuse("x", f"shape (..., inputs={weight.inputs})", tuple(x.shape))
+    if bias is not None:
+        border.tensor("bias", bias, (x.dtype,), "out")
+        if bias.shape[0] != weight.out:
+            raise border.refuse("bias", f"shape (out={weight.out})", tuple(bias.shape))
+        bias = bias.contiguous()
+    border.on_cpu()
+    return weight.run(x, bias)
+
+
+def rounded_linear_ref(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
+    wide = x.float()
+    largest = wide.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else wide.new_zeros(*x.shape[:-1], 1)
+    usable = largest > 2.0**-120
+    integers = torch.where(usable, wide * (127 / largest), 0.0).round()
+    sums = F.linear(integers.double(), weight.integers().double()).float()
+    y = sums * torch.where(wide.isfinite().all(dim=-1, keepdim=True), largest / 127, torch.nan) * weight.scale
+    return (y if bias is None else y + bias.float()).to(x.dtype)
