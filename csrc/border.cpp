@@ -123,7 +123,7 @@ const void* optional_row(py::handle tensor, Dtype dtype, int64_t size) {
 bool packed_fits(const View& packed, py::handle scale, Dtype dtype, int64_t out, int64_t in, const float*& scales) {
   scales = static_cast<const float*>(optional_row(scale, Dtype::f32, out));
   if (!contiguous(packed)) return false;
-  if (!scales) return float_type(packed) == dtype && packed.elements() == packed_elements(dtype, out, in);
+  if (scale.is_none()) return float_type(packed) == dtype && packed.elements() == packed_elements(dtype, out, in);
   return packed.is(Kind::unsigned_integer, 1) && in <= kMaxRoundedInputs && packed.elements() == (out + 15) / 16 * ((in + 3) / 4) * 64;
 }
 
