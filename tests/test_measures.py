@@ -45,11 +45,12 @@ def test_prompt_is_the_longest_that_fits(memory, per_sentence, length):
 
 def test_the_larger_peak_is_judged(memory):
     """Catches a bar held against the decoding alone, and one measured from the libraries instead of the models."""
-    judge, base = memory["judge"], {"before": 0, "base": 10**9}
+    judge, base = memory["judge"], {"before": 0, "base": 10**9, "plain_peak": 10**9 - 5}
     assert judge(base | {"pack_peak": 1064 * 10**6, "generate_peak": 10**9}) == {
         "over": 64 * 10**6,
         "bar": 64 * 10**6,
         "holds": True,
+        "over_plain_peak": 5,
     }
     for peaks in ((10**9, 1064 * 10**6 + 1), (1064 * 10**6 + 1, 10**9)):
         assert not judge(base | dict(zip(("pack_peak", "generate_peak"), peaks)))["holds"]
