@@ -10,46 +10,36 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from ops_blocks import block_cases, draft_step_cases
+from ops_cases import Case, accept_cases, attention_cases, draft_cases, linear_cases, memory_cases, rounded_cases
 
-from dream_ext import ops
 from dream_ext.bench import now
 from dream_ext.bench_run import git_commit
 from dream_ext.doctor import cpu_model
-from dream_ext.ops.rank_tree import run_rank
-from dream_ext.ops.sample_tree import run_sample
-from dream_ext.ops.verify_tree import run_verify
 
 SECONDS = 0.5
-CACHE_BYTES = 96 << 20  # more than the last-level cache share of a core
-DTYPES = (torch.bfloat16, torch.float32)
 _M_MMAP_THRESHOLD = -3
 
-
-@dataclass(frozen=True)
-class Case:
-    """One operator at one size. ``ours`` and ``stock`` do the same ``times`` times; ``exact`` does it in float64 and is
-    None where the results are ids or copies, which the tests compare bit for bit."""
-
-    op: str
-    case: str
-    dtype: str
-    ours: Callable[[], Any]
-    stock: Callable[[], Any]
-    exact: Callable[[], Any] | None = None
-    times: int = 1
+# Makers of cases, and the operators they time.
+PARTS = {
+    draft_cases: ("expand_tree", "rank_tree"),
+    accept_cases: ("verify_tree", "sample_tree"),
+    memory_cases: ("keep_path", "select_visual"),
+    attention_cases: ("tree_attention", "attention_mass", "attention_entropy"),
+    linear_cases: ("skinny_linear", "rms_norm"),
+    rounded_cases: ("skinny_linear",),
+    block_cases: ("block_project", "block_merge", "block_step"),
+    draft_step_cases: ("draft_step",),
+}
 
 
 def median_ms(calls: tuple[Callable[[], Any], ...]) -> list[float]:
@@ -85,163 +75,6 @@ def error(result: Any, exact: Any) -> float:
     return max((float((a - b).abs().max()) for a, b in floats), default=0.0)
 
 
-def wide(arguments: tuple) -> tuple:
-    """The arguments with floating-point tensors in float64."""
-    return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def random_tree(nodes: int, g: torch.Generator) -> torch.Tensor:
-    """Parents (nodes,): node 0 is the root, every other has an earlier parent."""
-    return torch.tensor([-1, *(int(torch.randint(0, i, (), generator=g)) for i in range(1, nodes))])
-
-
-def draft_cases(g: torch.Generator) -> Iterator[Case]:
-    def stock_expand(logits: torch.Tensor, scores: torch.Tensor, width: int) -> tuple:
-        top = torch.log_softmax(logits.float(), -1).topk(width)
-        cumulative = top.values + scores[:, None]
-        return top.indices, cumulative, cumulative.flatten().topk(width).indices
-
-    for vocabulary in (8192, 49152):
-        for dtype in DTYPES:
-            call = (torch.randn(4, vocabulary, generator=g).to(dtype), -torch.rand(4, generator=g), 4)
-            yield Case("expand_tree", f"4 rows of {vocabulary}", name_of(dtype), partial(ops.expand_tree, *call),
-                       partial(stock_expand, *call), partial(ops.expand_tree_ref, *wide(call)))  # fmt: skip
-    for nodes in (16, 64):
-        origin, scores = random_tree(3 * nodes + 1, g)[1:] - 1, torch.zeros(3 * nodes)
-        for i, parent in enumerate(origin.tolist()):
-            scores[i] = (scores[parent] if parent >= 0 else 0.0) - torch.rand((), generator=g)
-        call, case = (scores, origin, nodes), f"{nodes} of {3 * nodes} candidates"
-        for what, function in (("", run_rank), (", checked", ops.rank_tree)):
-            yield Case("rank_tree", case + what, "float32", partial(function, *call),
-                       partial(ops.rank_tree_ref, *call))  # fmt: skip
-
-
-def accept_cases(g: torch.Generator) -> Iterator[Case]:
-    """Trees in which `length` nodes are accepted, the root included; the other side is the walk of the reference."""
-    vocabulary = 49152
-    logits = (torch.randn(64, vocabulary, generator=g) * 2).bfloat16()
-    noise, p = torch.empty(64, vocabulary).exponential_(generator=g), torch.softmax(logits.float(), -1)
-    for nodes, length in itertools.product((16, 64), (1, 4, 7)):
-        path = [0, *sorted((1 + torch.randperm(nodes - 1, generator=g)[: length - 1]).tolist())]
-        parents, depth = random_tree(nodes, g), [0]
-        for above, node in itertools.pairwise(path):
-            parents[node] = above
-        for parent in parents.tolist()[1:]:
-            depth.append(depth[parent] + 1)
-        greedy, drawn = logits[:nodes].argmax(-1), (p[:nodes] / noise[depth]).argmax(-1)
-
-        def tokens(choices: torch.Tensor, path: list[int] = path) -> torch.Tensor:
-            held = torch.full_like(choices, -1)
-            held[path[1:]] = choices[path[:-1]]
-            return held
-
-        verified = (tokens(greedy), parents)
-        sampled = (tokens(drawn), parents, torch.tensor(depth), p[:nodes], noise[: max(depth) + 1])
-        case = f"{nodes} nodes, path of {length}"
-        for op, dtype, what, run, checked, reference, call in (
-            ("verify_tree", "int64", "", run_verify, ops.verify_tree, ops.verify_tree_ref, (*verified, greedy)),
-            ("verify_tree", "bfloat16", f", {vocabulary} logits", run_verify, ops.verify_tree, ops.verify_tree_ref,
-             (*verified, logits[:nodes])),
-            ("sample_tree", "float32", f", {vocabulary} tokens", run_sample, ops.sample_tree, ops.sample_tree_ref,
-             sampled),
-        ):  # fmt: skip
-            for check, function in (("", run), (", checked", checked)):
-                yield Case(op, case + what + check, dtype, partial(function, *call), partial(reference, *call))
-
-
-def memory_cases(g: torch.Generator) -> Iterator[Case]:
-    def stock_keep(buffers: list[torch.Tensor], start: int, path: torch.Tensor) -> None:
-        for buffer in buffers:
-            buffer[:, :, start : start + len(path)] = buffer.index_select(2, start + path)
-
-    def stock_select(scores: torch.Tensor, keep: int, *tensors: torch.Tensor) -> None:
-        rows = scores.topk(keep).indices.sort().values
-        for tensor in tensors:
-            tensor.index_select(0, rows)
-
-    path = torch.tensor([0, 2, 5, 6])
-    buffers = [torch.randn(1, 3, 512, 64, generator=g).bfloat16() for _ in range(60)]
-    yield Case("keep_path", "30 layers, path of 4", "bfloat16", partial(ops.keep_path, buffers, 256, path),
-               partial(stock_keep, buffers, 256, path))  # fmt: skip
-    scores, rows = torch.rand(196, generator=g), torch.randn(196, 576, generator=g)
-    call = (scores, 147, rows, rows.clone())
-    yield Case("select_visual", "147 of 196, hidden 576", "float32", partial(ops.select_visual, *call),
-               partial(stock_select, *call))  # fmt: skip
-
-
-def attention_cases(g: torch.Generator) -> Iterator[Case]:
-    def stock_attention(q, k, v, lengths, ancestors, tree, scale) -> Callable[[], Any]:
-        """As transformers' SDPA route does it: keys and values repeated for every head, one dense mask."""
-        behind = torch.arange(k.shape[2]) - lengths[:, None, None]
-        sees = ((behind < 0) | ((ancestors[:, :, None] >> behind.clamp(0, 63)) & 1 == 1))[:, None]
-        mask, groups = None if q.shape[2] == 1 else sees, q.shape[1] // k.shape[1]
-
-        def attend() -> torch.Tensor:
-            keys, values = (
-                x[:, :, None].expand(-1, -1, groups, -1, -1).flatten(1, 2) if groups > 1 else x for x in (k, v)
-            )
-            mixed = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
-            return mixed.transpose(1, 2).contiguous()
-
-        return attend
-
-    for heads, kv_heads, head_dim, length in ((9, 3, 64, 330), (32, 8, 128, 2048)):
-        for dtype in DTYPES:
-            for nodes in (1, 8, 16, 64):
-                q = torch.randn(1, heads, nodes, head_dim, generator=g).to(dtype)
-                k, v = torch.randn(2, 1, kv_heads, length + nodes, head_dim, generator=g).to(dtype)
-                bits = torch.tensor([[-1 if i == 63 else (2 << i) - 1 for i in range(nodes)]])
-                call = (q, k, v, torch.tensor([length]), bits, nodes, head_dim**-0.5)
-                case = f"{nodes} nodes, {length} slots, {heads}/{kv_heads} heads of {head_dim}"
-                yield Case("tree_attention", case, name_of(dtype), partial(ops.tree_attention, *call),
-                           stock_attention(*call), partial(ops.tree_attention_ref, *wide(call)))  # fmt: skip
-    for length in (256, 2048):
-        for dtype in DTYPES:
-            q, k = (torch.randn(h, length, 64, generator=g).to(dtype) for h in (9, 3))
-            call = (q[:, -32:].contiguous(), k, torch.arange(length - 32, length), 0.125)
-            stock, exact = partial(ops.attention_mass_ref, *call), partial(ops.attention_mass_ref, *wide(call))
-            ours = partial(ops.attention_mass, *call)
-            yield Case("attention_mass", f"32 rows, {length} keys", name_of(dtype), ours, stock, exact)
-            call = (q, k, 0.125)
-            ours, exact = partial(ops.attention_entropy, *call), partial(ops.attention_entropy_ref, *wide(call))
-            yield Case("attention_entropy", f"{length} positions, against eager", name_of(dtype), ours,
-                       partial(ops.attention_entropy_ref, *call), exact)  # fmt: skip
-            keys = k.repeat_interleave(3, 0)[None]
-            forward = partial(F.scaled_dot_product_attention, q[None], keys, keys, is_causal=True, scale=0.125)
-            yield Case(
-                "attention_entropy", f"{length} positions, against SDPA's forward", name_of(dtype), ours, forward
-            )
-
-
-def linear_cases(g: torch.Generator) -> Iterator[Case]:
-    for inputs, out in ((576, 576), (576, 1536), (1536, 576), (576, 49152), (4096, 4096)):
-        for dtype in DTYPES:
-            one = torch.randn(out, inputs, generator=g).to(dtype)
-            weights = [one.clone() for _ in range(max(1, CACHE_BYTES // one.nbytes))]
-            packed = [ops.PackedWeight.pack(weight) for weight in weights]
-            for rows in (1, 2, 4, 8, 16, 32, 256, 1024):
-                times = len(weights) if rows <= 32 else max(1, len(weights) // 8)
-                x = torch.randn(rows, inputs, generator=g).to(dtype)
-
-                def each(function: Callable, layers: list, x=x, times=times) -> torch.Tensor:
-                    for layer in layers[:times]:
-                        y = function(x, layer)
-                    return y
-
-                yield Case("skinny_linear", f"{rows} x {inputs} -> {out}", name_of(dtype),
-                           partial(each, ops.skinny_linear, packed), partial(each, F.linear, weights),
-                           partial(F.linear, x.double(), one.double()), times)  # fmt: skip
-    for dtype in DTYPES:
-        x, weight = torch.randn(8, 576, generator=g).to(dtype), torch.randn(576, generator=g).to(dtype)
-        yield Case("rms_norm", "8 x 576", name_of(dtype), partial(ops.rms_norm, x, weight, 1e-5),
-                   partial(F.rms_norm, x, (576,), weight, 1e-5),
-                   partial(ops.rms_norm_ref, x.double(), weight.double(), 1e-5))  # fmt: skip
-
-
 @torch.inference_mode()
 def measure(case: Case, threads: int) -> dict[str, Any]:
     """The row of one case; times are per single use of the operator."""
@@ -258,13 +91,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--ops", nargs="*", help="only these operators")
+    known = sorted({name for names in PARTS.values() for name in names})
+    parser.add_argument("--ops", nargs="*", choices=known, metavar="NAME", help="only these operators")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if sys.platform == "linux":  # give freed blocks back at once, so that the peak of a call can be read
         ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 65536)
     rows, g = [], torch.Generator().manual_seed(0)
-    for part in (draft_cases, accept_cases, memory_cases, attention_cases, linear_cases):
+    for part, names in PARTS.items():
+        if options.ops and not set(options.ops) & set(names):
+            continue
         for case in part(g):
             if options.ops and case.op not in options.ops:
                 continue
@@ -272,7 +108,7 @@ def main() -> None:
             rows.append(row)
             errors = "" if row["error"] is None else f"  error {row['error']:.1e}, torch {row['torch_error']:.1e}"
             text = f"{row['ms']:10.4f} ms  torch {row['torch_ms']:10.4f} ms  {row['ratio']:6.2f}x"
-            print(f"{case.op:18} {case.case:44} {case.dtype:9} {text}{errors}", flush=True)
+            print(f"{case.op:18} {case.case:48} {case.dtype:9} {text}{errors}", flush=True)
     if options.json:
         meta = {"cpu": cpu_model(), "torch": torch.__version__, "commit": git_commit(), "threads": options.threads}
         only = f" --ops {' '.join(options.ops)}" if options.ops else ""

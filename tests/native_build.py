@@ -74,7 +74,7 @@ class OperatorsProgram:
 
     def build(self) -> Path:
         """The program on the kernels as they are."""
-        drivers = [NATIVE / f"{name}.cpp" for name in ("operators", "cases_tree", "cases_dense")]
+        drivers = [NATIVE / f"{name}.cpp" for name in ("operators", "cases_tree", "cases_dense", "cases_block")]
         units = [*cpu_units(), *((source, ".driver", []) for source in drivers)]
         self.objects = dict(self._compile((source, source, suffix, flags) for source, suffix, flags in units))
         return self._link("operators", self.objects)

@@ -1,4 +1,4 @@
-"""The pure parts of bench/memory.py and bench/peer.py."""
+"""The pure parts of bench/memory.py and bench/peer.py, and the two sides of the cases of bench/ops.py."""
 
 from __future__ import annotations
 
@@ -115,3 +115,36 @@ def test_a_missing_peer_is_named(peer, monkeypatch, capsys, tmp_path):
     assert peer["main"]() == 2
     assert capsys.readouterr().err == "bench/peer.py needs the peer: run `pip install xllamacpp`\n"
     assert not (tmp_path / "peer.json").exists()
+
+
+@pytest.fixture
+def timings(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    yield runpy.run_path(str(BENCH / "ops.py"))
+    for name in ("ops_cases", "ops_blocks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("part", ["block_cases", "rounded_cases"])
+@torch.inference_mode()
+def test_both_sides_compute_the_same(timings, part):
+    """Catches a race against something else: other weights, another cache, a mask or a rotation of its own."""
+    seen = set()
+    for case in timings[part](torch.Generator().manual_seed(0), cache_bytes=0):
+        exact = case.exact()
+        largest = max(float(x.abs().max()) for x in (exact if isinstance(exact, tuple) else (exact,)))
+        bound = (1e-5 if case.dtype == "float32" else 2e-2) * largest
+        for side in (case.ours, case.stock):
+            assert timings["error"](side(), exact) < bound, (case.op, case.case, case.dtype)
+        seen.add(case.op)
+    assert seen == set(timings["PARTS"][timings[part]])
+
+
+@torch.inference_mode()
+def test_a_draft_step_has_four_rows_and_three_blocks(timings):
+    """Catches a draft that stops growing, a smaller drafter, and a side that is packed when it must not be."""
+    (case,) = timings["draft_step_cases"](torch.Generator().manual_seed(0), cache_bytes=0)
+    for side, packed in ((case.ours, True), (case.stock, False)):
+        drafter = side.args[0][0].args[0]
+        assert side().levels == (4, *[16] * case.times) and drafter.config.blocks == ("self", "cross", "self")
+        assert all((type(block.o) is not torch.nn.Linear) == packed for block in drafter.blocks)

@@ -33,6 +33,7 @@ def test_a_run_without_proof_is_a_finding():
     assert judge("keep_path", sanitize.ADDRESS, stdout="keep_path\n") is None
     assert "does not run it" in judge("keep_path", sanitize.ADDRESS, stdout="rank_tree\n")
     assert "proves nothing" in judge("keep_path", sanitize.THREAD, stdout="keep_path\n")
+    assert "proves nothing" in judge("block_step", sanitize.THREAD, stdout="block_step\n")  # its parts have the regions
     assert judge("keep_path", sanitize.THREAD, stdout=f"{greeting}\nkeep_path\n") is None
     assert judge("rank_tree", sanitize.THREAD, stdout="rank_tree\n") is None  # has no parallel region
     assert judge("keep_path", sanitize.ADDRESS, returncode=1, stderr="words") == "words"

@@ -40,9 +40,9 @@ int64_t sample_row(const SampleRow& row) {
       if (quotient > high) high = quotient, low = high * kLess, best = j;
     }
   }
-  for (int64_t j = 0; high == 0 && j < row.vocab; ++j)  // a quotient may vanish where no probability does
+  for (int64_t j = 0; high <= 0 && j < row.vocab; ++j)  // a quotient may vanish where no probability does
     if (p[j] > 0) return best;
-  return high == 0 ? -1 : best;
+  return high <= 0 ? -1 : best;
 }
 
 }  // namespace dream::DREAM_ISA

@@ -30,37 +30,37 @@ void rms_norm() {
           }
 }
 
-static void one_skinny_linear(Dtype dtype, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
-  at("skinny_linear", size_of(dtype), rows, in, out, gap, biased);
-  const int64_t item = size_of(dtype);
-  Tensor weight(item, {out, in}), packed(item, {dream::packed_elements(dtype, out, in)}), back(item, {out, in});
-  Tensor x(item, {rows, in}, {in + gap, 1}), bias(item, {out});
-  weight.random(dtype), x.random(dtype), bias.random(dtype);
-  dream::PackLinear pack{};
-  pack.weight = weight.data(), pack.packed = packed.data(), pack.dtype = dtype, pack.out = out, pack.in = in;
-  dream::pack_linear_cpu(pack);
-  packed.require_finite(dtype);
+// Weights of `dtype`, or with a scale of 8 bits.
+static void one_skinny_linear(Dtype dtype, bool scaled, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
+  at("skinny_linear", size_of(dtype), scaled, rows, in, out, gap, biased);
+  const int64_t item = size_of(dtype), weight_item = scaled ? 1 : item;
+  PackedWeight weight(scaled ? Dtype::i8 : dtype, out, in);
+  Tensor back(weight_item, {out, in}), scale(4, {out}), bias(item, {out}), x(item, {rows, in}, {in + gap, 1});
+  scale.random(Dtype::f32), bias.random(dtype), x.random(dtype);
+  dream::PackLinear pack = weight.call();
   pack.weight = back.data();
   dream::unpack_linear_cpu(pack);
-  require(weight.bits() == back.bits(), "unpacking gives other bits");
+  require(weight.matrix.bits() == back.bits(), "unpacking gives other bits");
   every_thread_count([&](int threads) {
-    Tensor y(item, {rows, out});
+    Tensor y(item, {rows, out}, {out + gap, 1});
     dream::SkinnyLinear call{};
-    call.x = x.data(), call.packed = packed.data(), call.bias = biased ? bias.data() : nullptr, call.dtype = dtype;
-    call.rows = rows, call.in = in, call.out = out, call.x_row = in + gap, call.y = y.data(), call.threads = threads;
+    call.x = x.data(), call.packed = weight.packed.data(), call.scale = scaled ? scale.data<float>() : nullptr;
+    call.bias = biased ? bias.data() : nullptr, call.dtype = dtype, call.rows = rows, call.in = in, call.out = out;
+    call.x_row = in + gap, call.y_row = out + gap, call.y = y.data(), call.threads = threads;
     dream::skinny_linear_cpu(call);
     return y.require_finite(dtype).bits();
   });
 }
 
 void skinny_linear() {
-  for (const Dtype dtype : kDtypes) {
-    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 9, 17})
-      for (const int64_t in : {0, 1, 2, 17, 65, 130})
-        for (const int64_t out : {0, 1, 15, 16, 17, 33, 48, 65}) one_skinny_linear(dtype, rows, in, out, rows % 4, rows % 2);
-    for (const int64_t in : {15, 16, 63, 64, 127, 128, 129, 257}) one_skinny_linear(dtype, 8, in, 97, 1, true);
-    one_skinny_linear(dtype, 64, 96, 129, 0, false);
-  }
+  for (const Dtype dtype : kDtypes)
+    for (const bool scaled : {false, true}) {
+      for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 9, 17})
+        for (const int64_t in : {0, 1, 2, 17, 65, 130})
+          for (const int64_t out : {0, 1, 15, 16, 17, 33, 48, 65}) one_skinny_linear(dtype, scaled, rows, in, out, rows % 4, rows % 2);
+      for (const int64_t in : {15, 16, 63, 64, 127, 128, 129, 257}) one_skinny_linear(dtype, scaled, 8, in, 97, 1, true);
+      one_skinny_linear(dtype, scaled, 64, 96, 129, 0, false);
+    }
 }
 
 // Query and key heads of (rows, head_dim) that lie apart.
@@ -127,10 +127,11 @@ void attention_entropy() {
 struct TreeCase {
   int64_t heads, kv_heads, nodes, tree, length, head_dim, window;
   bool padded;
+  float cap = 0;
 };
 
 static void one_tree_attention(Dtype dtype, int64_t batch, const TreeCase& c) {
-  at("tree_attention", size_of(dtype), batch, c.heads, c.kv_heads, c.nodes, c.tree, c.length, c.head_dim, c.window, c.padded);
+  at("tree_attention", size_of(dtype), batch, c.heads, c.kv_heads, c.nodes, c.tree, c.length, c.head_dim, c.window, c.padded, c.cap);
   const int64_t item = size_of(dtype), row = c.head_dim + 1, slots = c.length + c.tree + 3, q_head = c.nodes * row + 1;
   const int64_t q_batch = c.heads * q_head + 3, k_head = row, k_row = c.kv_heads * row, k_batch = slots * k_row + 1;
   const int64_t v_head = slots * row + 2, v_batch = c.kv_heads * v_head;
@@ -164,7 +165,7 @@ static void one_tree_attention(Dtype dtype, int64_t batch, const TreeCase& c) {
     call.k_row = k_row, call.v_batch = v_batch, call.v_head = v_head, call.v_row = row;
     call.lengths = lengths.data<int64_t>(), call.ancestors = ancestors.data<uint64_t>();
     call.padding = c.padded ? padding.data<uint8_t>() : nullptr, call.depth = c.window ? depth.data<int64_t>() : nullptr;
-    call.window = c.window, call.scale = 0.2f, call.out = out.data(), call.threads = threads;
+    call.window = c.window, call.scale = 0.2f, call.cap = c.cap, call.out = out.data(), call.threads = threads;
     dream::tree_attention_cpu(call);
     return out.require_finite(dtype).bits();
   });
@@ -183,6 +184,11 @@ void tree_attention() {
     one_tree_attention(dtype, 1, {3, 1, 4, 0, 0, 16, 0, false});  // nodes that see nothing
     one_tree_attention(dtype, 1, {3, 1, 4, 64, 8, 16, INT64_MAX, true});
     one_tree_attention(dtype, 1, {3, 1, 4, 4, 8, 0, 0, false});
+    for (const float cap : {1e-3f, 0.5f, 50.f, 1e30f}) {  // far below the scores, among them, far above
+      for (const int64_t nodes : {1, 2, 17, 64})
+        for (const int64_t length : {0, 31, 33}) one_tree_attention(dtype, 2, {4, 2, nodes, nodes, length, 17, length % 2 * 7, nodes == 17, cap});
+      one_tree_attention(dtype, 1, {4, 2, 8, 8, 513, 64, 0, true, cap});
+    }
   }
 }
 

@@ -7,6 +7,7 @@
 #include "dream/expand_tree.h"
 #include "dream/keep_path.h"
 #include "dream/rank_tree.h"
+#include "dream/sample_tree.h"
 #include "dream/select_visual.h"
 #include "dream/verify_tree.h"
 
@@ -87,24 +88,136 @@ void rank_tree() {
       }
 }
 
+static void verify_choices(int64_t nodes, bool chain, int64_t tokens_of) {
+  at("verify_tree", nodes, chain, tokens_of);
+  Tensor tokens(8, {nodes}), parents(8, {nodes}), choices(8, {nodes}), path(8, {nodes});
+  const std::vector<int64_t> tree = random_parents(nodes, chain);
+  for (int64_t i = 0; i < nodes; ++i)
+    tokens.set<int64_t>(i, pick(tokens_of)), choices.set<int64_t>(i, pick(tokens_of)), parents.set<int64_t>(i, tree[i]);
+  dream::VerifyTree call{};
+  call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>();
+  call.choices = choices.data<int64_t>(), call.nodes = nodes, call.path = path.data<int64_t>();
+  dream::verify_tree_cpu(call);
+  require(call.length >= 1 && call.length <= nodes, "length outside the tree");
+  require(!chain || tokens_of > 1 || call.length == nodes, "a chain of right tokens is not taken whole");
+  parents.set<int64_t>(nodes - 1, nodes - 1);
+  refuses([&] { dream::verify_tree_cpu(call); });
+}
+
+// Tokens (nodes) of which every second is the choice after its parent, and the path through them.
+static std::vector<int64_t> walk_of(const std::vector<int64_t>& parents, const std::vector<int64_t>& choices, int64_t vocab, Tensor& tokens) {
+  std::vector<int64_t> path{0};
+  for (int64_t i = 0; i < tokens.size(); ++i) {
+    tokens.set<int64_t>(i, i && pick(4) ? choices[parents[i]] : pick(vocab));
+    if (i && parents[i] == path.back() && tokens.get<int64_t>(i) == choices[path.back()]) path.push_back(i);
+  }
+  return path;
+}
+
+template <class Call>
+static void require_path(const Call& call, const std::vector<int64_t>& path, const std::vector<int64_t>& choices) {
+  require(call.length == static_cast<int64_t>(path.size()) && call.bonus == choices[path.back()], "another length or bonus");
+  for (size_t i = 0; i < path.size(); ++i) require(call.path[i] == path[i], "another path");
+}
+
+static void verify_logits(Dtype dtype, int64_t nodes, int64_t vocab, int64_t gap, bool chain) {
+  at("verify_tree with logits", size_of(dtype), nodes, vocab, gap, chain);
+  Tensor logits(size_of(dtype), {nodes, vocab}, {vocab + gap, 1}), tokens(8, {nodes}), parents(8, {nodes}), path(8, {nodes});
+  logits.random(dtype);
+  const std::vector<int64_t> tree = random_parents(nodes, chain);
+  std::vector<int64_t> choices(nodes, 0);
+  for (int64_t n = 0; n < nodes; ++n) {
+    parents.set<int64_t>(n, tree[n]);
+    // Rows whose greatest is the last, rows of -inf, and NaN, which counts as the greatest.
+    if (n % 5 == 1) logits.set_float(dtype, n * vocab + vocab - 1, 3.f);
+    for (int64_t i = 0; n % 5 == 2 && i < vocab; ++i) logits.set_float(dtype, n * vocab + i, -INFINITY);
+    if (n % 5 == 3) logits.set_float(dtype, n * vocab + pick(vocab), NAN);
+    for (int64_t i = 1; i < vocab; ++i) {
+      const float high = logits.get_float(dtype, n * vocab + choices[n]), value = logits.get_float(dtype, n * vocab + i);
+      if (high == high && !(value <= high)) choices[n] = i;
+    }
+  }
+  const std::vector<int64_t> wanted = walk_of(tree, choices, vocab, tokens);
+  dream::VerifyTree call{};
+  call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>(), call.logits = logits.data(), call.dtype = dtype;
+  call.nodes = nodes, call.vocab = vocab, call.row_stride = vocab + gap, call.path = path.data<int64_t>();
+  dream::verify_tree_cpu(call);
+  require_path(call, wanted, choices);
+}
+
 void verify_tree() {
   for (const int64_t nodes : {1, 2, 3, 63, 64, 65})
     for (const bool chain : {false, true})
-      for (const int64_t tokens_of : {1, 3}) {
-        at("verify_tree", nodes, chain, tokens_of);
-        Tensor tokens(8, {nodes}), parents(8, {nodes}), choices(8, {nodes}), path(8, {nodes});
-        const std::vector<int64_t> tree = random_parents(nodes, chain);
-        for (int64_t i = 0; i < nodes; ++i)
-          tokens.set<int64_t>(i, pick(tokens_of)), choices.set<int64_t>(i, pick(tokens_of)), parents.set<int64_t>(i, tree[i]);
-        dream::VerifyTree call{};
-        call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>();
-        call.choices = choices.data<int64_t>(), call.nodes = nodes, call.path = path.data<int64_t>();
-        dream::verify_tree_cpu(call);
-        require(call.length >= 1 && call.length <= nodes, "length outside the tree");
-        require(!chain || tokens_of > 1 || call.length == nodes, "a chain of right tokens is not taken whole");
-        parents.set<int64_t>(nodes - 1, nodes - 1);
-        refuses([&] { dream::verify_tree_cpu(call); });
-      }
+      for (const int64_t tokens_of : {1, 3}) verify_choices(nodes, chain, tokens_of);
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t nodes : {1, 2, 17, 64})
+      for (const int64_t vocab : {1, 2, 15, 255, 256, 257, 511, 512, 513, 1030})
+        for (const bool chain : {false, true}) verify_logits(dtype, nodes, vocab, vocab % 2 * 3, chain);
+}
+
+static void one_sample_tree(int64_t nodes, int64_t vocab, int64_t gap, bool chain) {
+  at("sample_tree", nodes, vocab, gap, chain);
+  const std::vector<int64_t> tree = random_parents(nodes, chain);
+  Tensor tokens(8, {nodes}), parents(8, {nodes}), depth(8, {nodes}), path(8, {nodes});
+  int64_t levels = 1;
+  for (int64_t n = 0; n < nodes; ++n) {
+    parents.set<int64_t>(n, tree[n]), depth.set<int64_t>(n, n ? depth.get<int64_t>(tree[n]) + 1 : 0);
+    levels = std::max(levels, depth.get<int64_t>(n) + 1);
+  }
+  Tensor p(4, {nodes, vocab}, {vocab + gap, 1}), noise(4, {levels, vocab}, {vocab + 2 * gap, 1});
+  for (int64_t i = 0; i < p.size(); ++i) p.set<float>(i, pick(3) ? static_cast<float>(pick(1000)) / 1000.f : 0.f);
+  for (int64_t i = 0; i < noise.size(); ++i) noise.set<float>(i, static_cast<float>(1 + pick(4000)) / 1000.f);
+  std::vector<int64_t> choices(nodes, 0);
+  for (int64_t n = 0; n < nodes; ++n) {
+    p.set<float>(n * vocab + (n % 2 ? vocab - 1 : pick(vocab)), 1.f);  // no row is without a token, some have it last
+    float high = -1;
+    for (int64_t i = 0; i < vocab; ++i) {
+      const float quotient = p.get<float>(n * vocab + i) / noise.get<float>(depth.get<int64_t>(n) * vocab + i);
+      if (quotient > high) high = quotient, choices[n] = i;
+    }
+  }
+  const std::vector<int64_t> wanted = walk_of(tree, choices, vocab, tokens);
+  dream::SampleTree call{};
+  call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>(), call.depth = depth.data<int64_t>();
+  call.probabilities = p.data<float>(), call.noise = noise.data<float>(), call.nodes = nodes, call.vocab = vocab;
+  call.levels = levels, call.row_stride = vocab + gap, call.noise_stride = vocab + 2 * gap, call.path = path.data<int64_t>();
+  dream::sample_tree_cpu(call);
+  require_path(call, wanted, choices);
+  for (int64_t i = 0; i < p.size(); ++i)
+    if (std::find(wanted.begin(), wanted.end(), i / vocab) == wanted.end()) p.set<float>(i, NAN);  // off the path
+  dream::sample_tree_cpu(call);
+  require_path(call, wanted, choices);
+  require(dream::sample_row_cpu(call.probabilities, call.noise, vocab) == choices[0], "another choice for a row alone");
+
+  const auto run = [&] { dream::sample_tree_cpu(call); };
+  call.levels = levels - 1;
+  refuses(run);
+  call.levels = levels;
+  for (const float bad : {0.f, -1.f, NAN}) {
+    const float good = noise.get<float>(vocab - 1);
+    noise.set<float>(vocab - 1, bad);
+    refuses(run);
+    noise.set<float>(vocab - 1, good);
+  }
+  for (const float bad : {NAN, INFINITY}) {
+    p.set<float>(vocab - 1, bad);
+    refuses(run);
+  }
+  for (const float none : {0.f, -0.5f}) {
+    for (int64_t i = 0; i < vocab; ++i) p.set<float>(i, none);
+    require(dream::sample_row_cpu(call.probabilities, call.noise, vocab) == -1, "a row without a token has one");
+    refuses(run);
+  }
+  depth.set<int64_t>(nodes - 1, depth.get<int64_t>(nodes - 1) + 1);
+  refuses(run);
+  parents.set<int64_t>(nodes - 1, nodes - 1);
+  refuses(run);
+}
+
+void sample_tree() {
+  for (const int64_t nodes : {1, 2, 17, 64, 65})
+    for (const int64_t vocab : {1, 2, 15, 255, 256, 257, 512, 513, 1030})
+      for (const bool chain : {false, true}) one_sample_tree(nodes, vocab, vocab % 2 * 3, chain);
 }
 
 void select_visual() {

@@ -47,7 +47,7 @@ inline int64_t& lead() {
   return elements;
 }
 
-inline int64_t size_of(dream::Dtype dtype) { return dtype == dream::Dtype::f32 ? 4 : 2; }
+inline int64_t size_of(dream::Dtype dtype) { return dtype == dream::Dtype::f32 ? 4 : dtype == dream::Dtype::bf16 ? 2 : 1; }
 
 // A tensor of `shape` with `strides` (in elements of `item` bytes; empty = contiguous) that ends where its memory ends.
 class Tensor {

@@ -11,20 +11,24 @@ using namespace check;
 struct Named {
   const char* name;
   void (*run)();
-  bool every_isa;  // compiled once per instruction set
+  bool every_isa;  // compiled once per instruction set, or calls what is
 };
 
 static const Named kOperators[] = {
     {"attention_entropy", attention_entropy, true},
     {"attention_mass", attention_mass, true},
+    {"block_merge", block_merge, true},
+    {"block_project", block_project, true},
+    {"block_step", block_step, true},
     {"expand_tree", expand_tree, true},
     {"keep_path", keep_path, false},
     {"rank_tree", rank_tree, false},
     {"rms_norm", rms_norm, true},
+    {"sample_tree", sample_tree, true},
     {"select_visual", select_visual, false},
     {"skinny_linear", skinny_linear, true},
     {"tree_attention", tree_attention, true},
-    {"verify_tree", verify_tree, false},
+    {"verify_tree", verify_tree, true},
 };
 
 int main(int count, char** words) {

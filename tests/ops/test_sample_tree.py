@@ -145,6 +145,7 @@ def test_what_is_no_distribution_is_refused(level, at):
             refuses(lambda p=p, noise=noise: choose(p, noise), "sample_tree", name, f"at column {at} of row 0")
             assert sample_row(p, noise) == -1
         refuses(lambda: choose(torch.zeros(600), ones), "probabilities", "positive", "none in row 0")
+        refuses(lambda: choose(-ones, ones), "probabilities", "at least 0", "at column 0 of row 0")
         tiny = torch.where(torch.arange(600) == at, 1e-45, 0.0)
         assert choose(tiny, ones * 104) == 0, "torch takes the first of quotients that all vanish"
 
