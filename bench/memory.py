@@ -13,7 +13,7 @@ One process, bf16, the demo or `--target` with `--drafter`, text only. In this o
 - `base_file`, `packed_file`: the part of `base` and `packed` that is clean pages of files (RssFile), which the system
   takes back when it needs memory; a weight that was packed leaves its mapped original there.
 - `over`: the larger of `pack_peak` and `generate_peak`, minus `base`. The bar is `over` <= 64 MB (10^6 bytes).
-- `over_plain_peak`: `generate_peak` minus `plain_peak`, what the decoder needs beyond plain decoding on the same prompt.
+- `over_plain_peak`: `generate_peak` minus `plain_peak`, what decoding needs beyond plain decoding on this prompt.
 
 A page of a file counts as resident also where other processes have it mapped: run it while no other process has the
 model loaded. Beside them what is known without measuring: parameters of target and drafter, those that are mapped from

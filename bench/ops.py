@@ -36,7 +36,7 @@ PARTS = {
     memory_cases: ("keep_path", "select_visual"),
     attention_cases: ("tree_attention", "attention_mass", "attention_entropy"),
     linear_cases: ("skinny_linear", "rms_norm"),
-    rounded_cases: ("skinny_linear",),
+    rounded_cases: ("rounded_linear",),
     block_cases: ("block_project", "block_merge", "block_step"),
     draft_step_cases: ("draft_step",),
 }

@@ -199,17 +199,18 @@ def in_turn(uses: list[Callable[[], Any]]) -> Any:
 
 
 def rounded_cases(g: torch.Generator, cache_bytes: int = CACHE_BYTES) -> Iterator[Case]:
-    """The drafter's layers with weights of 8 bits, beside the same weights in the dtype of the rows."""
+    """The drafter's layers in 8-bit integers, beside the same weights in the dtype of the rows. The error is that of
+    rounding the rows, which is what the operator is asked to do."""
     for inputs, out in ((576, 8192), (576, 3072), (1536, 576)):
         for dtype in DTYPES:
-            one = ops.PackedWeight.round(torch.randn(out, inputs, generator=g).to(dtype))
+            one = ops.RoundedWeight.pack(torch.randn(out, inputs, generator=g).to(dtype))
             count = max(1, cache_bytes // one.data.nbytes)
             packed = [replace(one, data=one.data.clone()) for _ in range(count)]
             weights = [one.unpack().to(dtype) for _ in range(count)]
             for rows in (1, 4, 8):
                 x = torch.randn(rows, inputs, generator=g).to(dtype)
-                ours = [partial(ops.skinny_linear, x, weight) for weight in packed]
+                ours = [partial(ops.rounded_linear, x, weight) for weight in packed]
                 stock = [partial(F.linear, x, weight) for weight in weights]
                 exact = partial(F.linear, x.double(), one.unpack().double())
-                yield Case("skinny_linear", f"{rows} x {inputs} -> {out}, 8 bits", name_of(dtype),
+                yield Case("rounded_linear", f"{rows} x {inputs} -> {out}", name_of(dtype),
                            partial(in_turn, ours), partial(in_turn, stock), exact, count)  # fmt: skip

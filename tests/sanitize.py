@@ -25,7 +25,7 @@ from pathlib import Path
 from native_build import NATIVE, ROOT, CannotBuild, OperatorsProgram, compiler
 
 CLANG = "install clang, its compiler-rt and libomp (Debian: apt-get install clang libclang-rt-14-dev libomp-dev)"
-ISAS = ("base", "avx2", "avx512")
+ISAS = ("base", "avx2", "avx512", "avx512vnni")
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ ADDRESS = Sanitizer(
         Fault("block_merge", "tail[2], (size - i) *", "tail[2], kLanes *", "AddressSanitizer: "),
         Fault("verify_tree", "if (end - i == kBlock)", "if (end > i)", "AddressSanitizer: "),
         Fault("sample_tree", "if (end - i == kBlock)", "if (end > i)", "AddressSanitizer: "),
+        Fault("rounded_linear", "x.data + r * steps", "x.data + (r + 1) * steps", "AddressSanitizer: "),
         Fault("expand_tree", "Scratch values(", "Scratch& values = *new Scratch(", "LeakSanitizer: "),
     ),
 )

@@ -133,7 +133,7 @@ def test_both_sides_compute_the_same(timings, part):
     for case in timings[part](torch.Generator().manual_seed(0), cache_bytes=0):
         exact = case.exact()
         largest = max(float(x.abs().max()) for x in (exact if isinstance(exact, tuple) else (exact,)))
-        bound = (1e-5 if case.dtype == "float32" else 2e-2) * largest
+        bound = (1e-5 if case.dtype == "float32" and case.op != "rounded_linear" else 2e-2) * largest
         for side in (case.ours, case.stock):
             assert timings["error"](side(), exact) < bound, (case.op, case.case, case.dtype)
         seen.add(case.op)

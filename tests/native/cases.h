@@ -11,17 +11,24 @@ constexpr dream::Dtype kDtypes[] = {dream::Dtype::f32, dream::Dtype::bf16};
 struct PackedWeight {
   PackedWeight(dream::Dtype dtype, int64_t out, int64_t in)
       : dtype(dtype), out(out), in(in), matrix(size_of(dtype), {out, in}), packed(size_of(dtype), {dream::packed_elements(dtype, out, in)}) {
-    dtype == dream::Dtype::i8 ? matrix.random_bytes() : matrix.random(dtype);
+    matrix.random(dtype);
     dream::pack_linear_cpu(call());
-    if (dtype != dream::Dtype::i8) packed.require_finite(dtype);
-    for (int64_t i = 0; dtype == dream::Dtype::i8 && i < packed.size(); ++i)
-      require(packed.get<uint8_t>(i) != 0xff, "a packed weight was left out");  // random bytes never are 0xff
+    packed.require_finite(dtype);
   }
   dream::PackLinear call() const { return {matrix.data(), packed.data(), dtype, out, in}; }
 
   dream::Dtype dtype;
   int64_t out, in;
   Tensor matrix, packed;
+};
+
+// Random bytes in the panels of rounded_linear.h, with their scales.
+struct RoundedWeight {
+  RoundedWeight(int64_t out, int64_t in) : packed(1, {(out + 15) / 16 * ((in + 3) / 4) * 64}), scale(4, {out}) {
+    packed.random_bytes();
+    for (int64_t i = 0; i < out; ++i) scale.set<float>(i, static_cast<float>(1 + pick(16)) / 1024.f);
+  }
+  Tensor packed, scale;
 };
 
 void attention_entropy();
@@ -33,6 +40,7 @@ void expand_tree();
 void keep_path();
 void rank_tree();
 void rms_norm();
+void rounded_linear();
 void sample_tree();
 void select_visual();
 void skinny_linear();

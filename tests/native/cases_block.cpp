@@ -15,16 +15,18 @@ using dream::Dtype;
 // A linear layer on guarded memory; with a scale its weights have 8 bits.
 struct Layer {
   Layer(Dtype dtype, int64_t in, int64_t out, bool scaled, bool biased)
-      : weight(scaled ? Dtype::i8 : dtype, out, in), scale(4, {out}), bias(size_of(dtype), {out}), scaled(scaled), biased(biased) {
+      : weight(dtype, out, in), rounded(out, in), bias(size_of(dtype), {out}), scaled(scaled), biased(biased) {
     bias.random(dtype);
-    for (int64_t i = 0; i < out; ++i) scale.set<float>(i, static_cast<float>(1 + pick(16)) / 1024.f);
   }
   dream::PackedLayer view() const {
-    return {weight.packed.data(), scaled ? scale.data<float>() : nullptr, biased ? bias.data() : nullptr, weight.out};
+    const void* added = biased ? bias.data() : nullptr;
+    if (scaled) return {rounded.packed.data(), rounded.scale.data<float>(), added, weight.out};
+    return {weight.packed.data(), nullptr, added, weight.out};
   }
 
   PackedWeight weight;
-  Tensor scale, bias;
+  RoundedWeight rounded;
+  Tensor bias;
   bool scaled, biased;
 };
 

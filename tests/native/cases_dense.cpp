@@ -6,6 +6,7 @@
 #include "dream/attention_entropy.h"
 #include "dream/attention_mass.h"
 #include "dream/rms_norm.h"
+#include "dream/rounded_linear.h"
 #include "dream/skinny_linear.h"
 #include "dream/tree_attention.h"
 
@@ -30,13 +31,12 @@ void rms_norm() {
           }
 }
 
-// Weights of `dtype`, or with a scale of 8 bits.
-static void one_skinny_linear(Dtype dtype, bool scaled, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
-  at("skinny_linear", size_of(dtype), scaled, rows, in, out, gap, biased);
-  const int64_t item = size_of(dtype), weight_item = scaled ? 1 : item;
-  PackedWeight weight(scaled ? Dtype::i8 : dtype, out, in);
-  Tensor back(weight_item, {out, in}), scale(4, {out}), bias(item, {out}), x(item, {rows, in}, {in + gap, 1});
-  scale.random(Dtype::f32), bias.random(dtype), x.random(dtype);
+static void one_skinny_linear(Dtype dtype, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
+  at("skinny_linear", size_of(dtype), rows, in, out, gap, biased);
+  const int64_t item = size_of(dtype);
+  PackedWeight weight(dtype, out, in);
+  Tensor back(item, {out, in}), bias(item, {out}), x(item, {rows, in}, {in + gap, 1});
+  bias.random(dtype), x.random(dtype);
   dream::PackLinear pack = weight.call();
   pack.weight = back.data();
   dream::unpack_linear_cpu(pack);
@@ -44,7 +44,7 @@ static void one_skinny_linear(Dtype dtype, bool scaled, int64_t rows, int64_t in
   every_thread_count([&](int threads) {
     Tensor y(item, {rows, out}, {out + gap, 1});
     dream::SkinnyLinear call{};
-    call.x = x.data(), call.packed = weight.packed.data(), call.scale = scaled ? scale.data<float>() : nullptr;
+    call.x = x.data(), call.packed = weight.packed.data();
     call.bias = biased ? bias.data() : nullptr, call.dtype = dtype, call.rows = rows, call.in = in, call.out = out;
     call.x_row = in + gap, call.y_row = out + gap, call.y = y.data(), call.threads = threads;
     dream::skinny_linear_cpu(call);
@@ -52,16 +52,36 @@ static void one_skinny_linear(Dtype dtype, bool scaled, int64_t rows, int64_t in
   });
 }
 
-void skinny_linear() {
-  for (const Dtype dtype : kDtypes)
-    for (const bool scaled : {false, true}) {
-      for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 9, 17})
-        for (const int64_t in : {0, 1, 2, 17, 65, 130})
-          for (const int64_t out : {0, 1, 15, 16, 17, 33, 48, 65}) one_skinny_linear(dtype, scaled, rows, in, out, rows % 4, rows % 2);
-      for (const int64_t in : {15, 16, 63, 64, 127, 128, 129, 257}) one_skinny_linear(dtype, scaled, 8, in, 97, 1, true);
-      one_skinny_linear(dtype, scaled, 64, 96, 129, 0, false);
-    }
+static void one_rounded_linear(Dtype dtype, int64_t rows, int64_t in, int64_t out, int64_t gap, bool biased) {
+  at("rounded_linear", size_of(dtype), rows, in, out, gap, biased);
+  const int64_t item = size_of(dtype);
+  RoundedWeight weight(out, in);
+  Tensor bias(item, {out}), x(item, {rows, in}, {in + gap, 1});
+  bias.random(dtype), x.random(dtype);
+  every_thread_count([&](int threads) {
+    Tensor y(item, {rows, out}, {out + gap, 1});
+    dream::RoundedLinear call{};
+    call.x = x.data(), call.packed = weight.packed.data<uint8_t>(), call.scale = weight.scale.data<float>();
+    call.bias = biased ? bias.data() : nullptr, call.dtype = dtype, call.rows = rows, call.in = in, call.out = out;
+    call.x_row = in + gap, call.y_row = out + gap, call.y = y.data(), call.threads = threads;
+    dream::rounded_linear_cpu(call);
+    return y.require_finite(dtype).bits();
+  });
 }
+
+// Rows, inputs and outputs at every boundary of a tile.
+static void linear_sizes(void (*one)(Dtype, int64_t, int64_t, int64_t, int64_t, bool)) {
+  for (const Dtype dtype : kDtypes) {
+    for (const int64_t rows : {0, 1, 2, 3, 4, 5, 7, 8, 9, 17})
+      for (const int64_t in : {0, 1, 2, 3, 4, 17, 65, 130})
+        for (const int64_t out : {0, 1, 15, 16, 17, 33, 48, 65}) one(dtype, rows, in, out, rows % 4, rows % 2);
+    for (const int64_t in : {15, 16, 63, 64, 127, 128, 129, 257}) one(dtype, 8, in, 97, 1, true);
+    one(dtype, 64, 96, 129, 0, false);
+  }
+}
+
+void rounded_linear() { linear_sizes(one_rounded_linear); }
+void skinny_linear() { linear_sizes(one_skinny_linear); }
 
 // Query and key heads of (rows, head_dim) that lie apart.
 static std::vector<int64_t> head_strides(int64_t rows, int64_t row) { return {rows * row + 2, row, 1}; }

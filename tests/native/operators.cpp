@@ -1,5 +1,5 @@
 // Every CPU operator over sizes at its boundaries, on guarded memory, by the contracts alone: for sanitizers.
-//   operators [--isa base|avx2|avx512] [OPERATOR ...]     prints the name of each operator it ran
+//   operators [--isa base|avx2|avx512|avx512vnni] [OPERATOR ...]     prints the name of each operator it ran
 #include <algorithm>
 #include <iterator>
 
@@ -24,6 +24,7 @@ static const Named kOperators[] = {
     {"keep_path", keep_path, false},
     {"rank_tree", rank_tree, false},
     {"rms_norm", rms_norm, true},
+    {"rounded_linear", rounded_linear, true},
     {"sample_tree", sample_tree, true},
     {"select_visual", select_visual, false},
     {"skinny_linear", skinny_linear, true},
@@ -34,7 +35,7 @@ static const Named kOperators[] = {
 int main(int count, char** words) {
   std::vector<std::string> wanted;
   int first = 0, last = static_cast<int>(dream::best_isa());
-  const char* const isas[] = {"base", "avx2", "avx512"};
+  const char* const isas[] = {"base", "avx2", "avx512", "avx512vnni"};
   for (int i = 1; i < count; ++i) {
     if (std::string(words[i]) != "--isa") {
       wanted.push_back(words[i]);
