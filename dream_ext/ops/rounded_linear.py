@@ -15,6 +15,7 @@ from .skinny_linear import PANEL
 
 MAX_INPUTS = 65536  # a sum of so many products of bytes fits 32 bits
 _TOGETHER = 4  # neighbouring inputs that lie side by side
+_ROWS = 64 * PANEL  # outputs packed at a time: what is made on the way stays small
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,9 @@ class RoundedWeight:
         out, inputs = weight.shape
         border.integer("weight", inputs, 0, MAX_INPUTS, " inputs")
         with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, whoever packs
-            wide = weight.detach().float().clone()
-            scale = wide.abs().amax(dim=1) / 127 if inputs else wide.new_ones(out)
-            integers = (wide / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round().int()
-            padded = F.pad(integers, (0, -inputs % _TOGETHER, 0, -out % PANEL)) + 128
-            tall, long = padded.shape
-            panels = padded.view(tall // PANEL, PANEL, long // _TOGETHER, _TOGETHER).transpose(1, 2)
-            return RoundedWeight(panels.to(torch.uint8).flatten(), scale, out, inputs, weight.dtype)
+            parts = [_rounded_panels(part.clone()) for part in weight.detach().split(_ROWS)]
+            data, scale = (torch.cat(tensors) for tensors in zip(*parts))
+        return RoundedWeight(data, scale, out, inputs, weight.dtype)
 
     def integers(self) -> Tensor:
         """(out, inputs) int32."""
@@ -77,6 +74,17 @@ class RoundedWeight:
         rows, out = unit_stride(x.reshape(count, self.inputs)), y.view(count, self.out)
         native("rounded_linear").rounded_linear(rows, self.data, self.scale, bias, out, torch.get_num_threads())
         return y
+
+
+def _rounded_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Packed bytes and scales (rows,) of some rows of a weight matrix."""
+    rows, inputs = weight.shape
+    scale = weight.abs().amax(dim=1).float() / 127 if inputs else torch.ones(rows)
+    integers = (weight.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round() + 128
+    padded = F.pad(integers.to(torch.uint8), (0, -inputs % _TOGETHER, 0, -rows % PANEL))
+    tall, long = padded.shape
+    panels = padded.view(tall // PANEL, PANEL, long // _TOGETHER, _TOGETHER).transpose(1, 2)
+    return panels.flatten(), scale
 
 
 def rounded_linear(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:
