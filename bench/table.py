@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- table:begin -->", "<!-- table:end -->"
-COLUMNS = ("method", "dtype", "T", "tau", "speedup (95 %)", "end to end", "tokens/s", "R", "identical", "near ties")
+COLUMNS = (
+    *("method", "dtype", "threads", "T", "tau", "speedup (95 %)", "end to end", "tokens/s", "first token", "R"),
+    *("identical", "near ties"),
+)
 
 
 def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], threads: int) -> list[str]:
     interval = row["speedup_interval"]
     speed = _number(row["speedup"])
     if interval is not None and row["method"] != "plain":
@@ -31,11 +34,13 @@ def _cells(row: dict[str, Any]) -> list[str]:
     return [
         f"{row['method']} {tree}".strip(),
         row["dtype"],
+        str(threads),
         f"{row['temperature']:g}",
         _number(row["tau"]),
         speed,
         _number(row["speedup_e2e"]),
         _number(row["tokens_per_s"], 1),
+        f"{row['ttft_ms']:.0f} ms",
         _number(row["R"]),
         same,
         ties,
@@ -69,12 +74,14 @@ def render(results: list[dict[str, Any]]) -> str:
         raise SystemExit("a result is not complete: run `dream-ext bench --resume` first")
     rows = [row for result in results for row in result["rows"]]
     lines = ["| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
-    lines += ["| " + " | ".join(_cells(row)) + " |" for row in rows]
+    lines += [
+        "| " + " | ".join(_cells(row, result["meta"]["threads"])) + " |" for result in results for row in result["rows"]
+    ]
     kinds = [
-        f"{row['method']} {row['dtype']} T = {row['temperature']:g}: "
+        f"{row['method']} T = {row['temperature']:g}: "
         + ", ".join(f"{kind} {_number(value['tau'])}" for kind, value in row["by_kind"].items())
         for row in rows
-        if row["tau"] != 1 and len(row["by_kind"]) > 1
+        if row["tau"] != 1 and len(row["by_kind"]) > 1 and row["dtype"] != "float32"
     ]
     notes = [_made(result) for result in results]
     notes += [line for result in results for line in _predictability(result["summary"])]
