@@ -84,7 +84,7 @@ def render(results: list[dict[str, Any]]) -> str:
         if row["tau"] != 1 and len(row["by_kind"]) > 1 and row["dtype"] != "float32"
     ]
     notes = [_made(result) for result in results]
-    notes += [line for result in results for line in _predictability(result["summary"])]
+    notes += dict.fromkeys(line for result in results for line in _predictability(result["summary"]))
     notes += ["tau by kind of question: " + "; ".join(kinds) + "."] if kinds else []
     return "\n".join(lines + [part for note in notes for part in ("", note)])
 
