@@ -47,7 +47,7 @@ def test_every_kernel_is_built():
     assert ("tree_attention", "base") in units and ("rank_tree", "") in units
     if platform.machine() in ("x86_64", "AMD64"):
         flags = {suffix: flags for source, suffix, flags in native_build.cpu_units() if source.stem == "rms_norm"}
-        assert set(flags) == {".base", ".avx2", ".avx512"} and "-mavx512dq" in flags[".avx512"]
+        assert set(flags) == {".base", ".avx2", ".avx512", ".avx512vnni"} and "-mavx512dq" in flags[".avx512"]
         assert all(word in text for word in flags[".avx512"] if word.startswith("-m"))
 
 
