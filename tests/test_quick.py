@@ -43,11 +43,12 @@ def steps(model, ids, cache=None, **options):
     return torch.cat(logits, dim=1)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("name", ["llama", "llama with wide heads", "mistral", "qwen2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quick_layers_equal_the_modelling_code(name, dtype, packed):
     """Catches a family whose layer has another formula, a bias left out, and positions or keys of another row."""
-    model, inputs = build_llama() if name == "llama" else build_text(name)
+    wide = {"head_dim": 40} if "wide" in name else {}
+    model, inputs = build_llama(**wide) if "llama" in name else build_text(name)
     model.to(dtype)
     want = steps(model, inputs["input_ids"])
     packed(model)
