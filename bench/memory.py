@@ -11,7 +11,7 @@ One process, bf16, the demo or `--target` with `--drafter`, text only. In this o
 - `pack_peak`: largest resident set while `Decoder(pack=True)` is made; `packed` the resident set after it.
 - `generate_peak`: largest resident set during `decoder.generate` on the same prompt.
 - `base_file`, `packed_file`: the part of `base` and `packed` that is clean pages of files (RssFile), which the system
-  takes back when it needs memory; a weight that was packed leaves its mapped original there.
+  takes back when it needs memory.
 - `over`: the larger of `pack_peak` and `generate_peak`, minus `base`. The bar is `over` <= 64 MB (10^6 bytes).
 - `over_plain_peak`: `generate_peak` minus `plain_peak`, what decoding needs beyond plain decoding on this prompt.
 

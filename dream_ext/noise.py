@@ -59,11 +59,11 @@ class Sampler:
         noise, after = self._ahead[0]
         if noise.shape != p.shape:
             return None
+        token = sample_row(p, noise)
+        if token < 0:
+            return None
         with _MOVING:
             if not torch.equal(torch.get_rng_state(), self._state):
-                return None
-            token = sample_row(p, noise)
-            if token < 0:
                 return None
             torch.set_rng_state(after)
         self._state = after

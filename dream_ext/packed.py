@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dream_ext.ops._border import FLOATS, has_kernel
@@ -42,6 +43,8 @@ class PackedLinear(nn.Linear):
         packed = self.__dict__.get("_packed")
         if packed is None:  # unpacked by another thread between the call and here
             return nn.Linear.forward(self, x)
+        if torch.is_autocast_enabled("cpu"):
+            return F.linear(x, self.weight, self.bias)
         linear = packed.linear if torch.is_grad_enabled() else packed.run  # only the first refuses gradients
         return linear(x, self.bias)
 

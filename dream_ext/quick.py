@@ -1,8 +1,8 @@
 """Modules that compute by our operators for a while: RMSNorms and decoder layers of a target, blocks of a drafter.
 
 A module is quickened in place: its class becomes a subclass whose forward does the same arithmetic in fewer, compiled
-steps. Whenever that would not be the same (gradients, another dtype, somebody's hooks on a part, a part that is no
-longer packed), the original forward runs.
+steps. Whenever that would not be the same (gradients, autocast, another dtype, somebody's hooks, a part or a weight
+that was replaced, an attention function that is not transformers' SDPA), the original forward runs.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext.blocks import Block
 from dream_ext.cache import TreeLayer
-from dream_ext.ops._border import FLOATS
+from dream_ext.ops._border import has_kernel
 from dream_ext.ops.block_merge import MergePlan
 from dream_ext.ops.block_project import Layer, ProjectPlan
 from dream_ext.ops.block_step import run_block
 from dream_ext.ops.rms_norm import run_norm
 from dream_ext.swapping import blank
-from dream_ext.targets.attention import attend_one_row, route_of, takes_rows_of_ours
+from dream_ext.targets.attention import attend_one_row, is_stock_sdpa, is_watched, route_of, takes_rows_of_ours
 
 # Modelling classes of transformers whose forward is `weight * round(x / rms)`, with these attributes.
 _NORMS = {"LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"}
@@ -36,7 +37,7 @@ _LINEARS += ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 def quickenable(root: nn.Module) -> Iterator[nn.Module]:
     """The modules under ``root`` that `quicken` knows and that nobody watches; linear layers must be packed by then."""
     for module in root.modules():
-        if _maker(module) is not None and not _watched(module):
+        if _maker(module) is not None and not is_watched(module):
             yield module
 
 
@@ -68,13 +69,18 @@ def _maker(module: nn.Module) -> Callable[[type], type] | None:
 
 
 def _is_plain_layer(layer: nn.Module) -> bool:
-    config = layer.self_attn.config
-    window = getattr(layer.self_attn, "sliding_window", getattr(config, "sliding_window", None))
-    return config.hidden_act == "silu" and window is None
+    """Whether the parts are the family's own, and their activation is SiLU."""
+    family, home = type(layer).__name__.removesuffix("DecoderLayer"), type(layer).__module__
+    kinds = {"self_attn": "Attention", "mlp": "MLP"}
+    kinds |= {"input_layernorm": "RMSNorm", "post_attention_layernorm": "RMSNorm"}
+    parts = {type(layer.get_submodule(name)): family + kind for name, kind in kinds.items()}
+    own = all(cls.__name__ == name and cls.__module__ == home for cls, name in parts.items())
+    return own and type(layer.mlp.act_fn).__name__ in ("SiLU", "SiLUActivation") and _window(layer.self_attn) is None
 
 
-def _watched(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+def _window(attention: nn.Module) -> int | None:
+    """Qwen2's attention has a window of its own, Mistral's reads the config's."""
+    return getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
 
 
 def _subclass(cls: type, **methods: Callable) -> type:
@@ -89,44 +95,61 @@ def _subclass(cls: type, **methods: Callable) -> type:
 @cache
 def _quick_norm(cls: type) -> type:
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or hidden_states.dtype not in FLOATS or hidden_states.dtype != self.weight.dtype:
+        if torch.is_grad_enabled() or not has_kernel(hidden_states) or hidden_states.dtype != self.weight.dtype:
             return cls.forward(self, hidden_states)
         return run_norm(hidden_states, self.weight, self.variance_epsilon, True)
 
     return _subclass(cls, forward=forward)
 
 
-def _packed_of(linear: nn.Module) -> Layer | None:
-    packed = linear.__dict__.get("_packed")
+def _packed_of(linear: nn.Module | None) -> Layer | None:
+    packed = None if linear is None else linear.__dict__.get("_packed")
     return None if packed is None else (packed, linear.bias)
 
 
 class _Plan:
     """A module's plans, and what they were made from: while that is in place and unwatched, they may be used."""
 
-    def __init__(self, module: nn.Module, linears: list[nn.Module]) -> None:
-        self.linears = linears
+    def __init__(self, module: nn.Module, linears: list[nn.Module | None]) -> None:
+        self.linears = linears  # [None] where there is no plan
         self.layers = [_packed_of(linear) for linear in linears]
-        self.parts = [part for part in module.modules() if part is not module]
+        everything = list(module.modules())
+        self.parts = [(owner._modules, name, part) for owner in everything for name, part in owner._modules.items()]
+        self.weights = [
+            (owner._parameters, name, weight, 0 if weight is None else weight.data_ptr())
+            for owner in everything
+            for name, weight in owner._parameters.items()
+        ]
 
     def valid(self) -> bool:
-        same = all(
-            layer is not None and linear.__dict__.get("_packed") is layer[0]
-            for linear, layer in zip(self.linears, self.layers)
+        """Cheap enough for every forward: a few microseconds."""
+        for linear, layer in zip(self.linears, self.layers):
+            if layer is None or linear.__dict__.get("_packed") is not layer[0]:
+                return False
+        for modules, name, part in self.parts:
+            if modules.get(name) is not part or (part is not None and is_watched(part)):
+                return False
+        return all(
+            parameters.get(name) is weight and (weight is None or weight.data_ptr() == place)
+            for parameters, name, weight, place in self.weights
         )
-        return same and not any(map(_watched, self.parts))
 
 
 def _plan(module: nn.Module, x: Tensor, make: Callable[[Any], _Plan]) -> Any | None:
     """The module's plan when it serves the input ``x``."""
-    if torch.is_grad_enabled() or x.dtype not in FLOATS:
+    if torch.is_grad_enabled() or not has_kernel(x) or torch.is_autocast_enabled("cpu"):
+        return None
+    if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return None
     plan = module.__dict__.get("_quick_plan")
     if plan is None or not plan.valid():
+        module.__dict__.pop("_quick_plan", None)
         plan = make(module)
         if not plan.valid():
             return None
         module.__dict__["_quick_plan"] = plan
+        if not is_quick(module):  # another thread gave the module back meanwhile
+            module.__dict__.pop("_quick_plan", None)
     return plan if plan.project.dtype == x.dtype else None
 
 
@@ -134,7 +157,7 @@ class _LayerPlan(_Plan):
     """Of a decoder layer."""
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__(layer, [layer.get_submodule(name) for name in _LINEARS])
+        super().__init__(layer, [layer.get_submodule(name) for name in _LINEARS] if _is_plain_layer(layer) else [None])
         if not self.valid():
             return
         attention = layer.self_attn
@@ -161,9 +184,10 @@ def _quick_layer(cls: type) -> type:
         position_embeddings=None,
         **kwargs,
     ) -> Tensor:
-        attend = ALL_ATTENTION_FUNCTIONS.get(self.self_attn.config._attn_implementation)
-        alone = hidden_states.shape[0] == 1 and past_key_values is not None and attend is not None and not self.training
+        alone = hidden_states.shape[0] == 1 and past_key_values is not None and not self.training
         plan = _plan(self, hidden_states, _LayerPlan) if alone else None
+        if plan is not None and (_window(self.self_attn) is not None or not is_stock_sdpa(self.self_attn.config)):
+            plan = None
         if plan is None:
             return cls.forward(
                 self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
@@ -171,15 +195,18 @@ def _quick_layer(cls: type) -> type:
             )  # fmt: skip
         attention, x = self.self_attn, hidden_states[0]
         cos, sin = (table[0] for table in position_embeddings)
-        route, cached = route_of(attention), past_key_values.layers[attention.layer_idx : attention.layer_idx + 1]
-        if route is not None and route.bits is not None and cached and type(cached[0]) is TreeLayer:
-            cached = cached[0].extend(x.shape[0])
-            return run_block(x, plan.project, plan.merge, cos, sin, *cached, *route.bits, attention.scaling)[None]
+        route = route_of(attention)
+        if route is not None and route.bits is not None:
+            cached = past_key_values.layers[attention.layer_idx]
+            if type(cached) is TreeLayer:
+                cache = cached.extend(x.shape[0])
+                return run_block(x, plan.project, plan.merge, cos, sin, *cache, *route.bits, attention.scaling)[None]
         q, k, v = (heads[None] for heads in plan.project(x, cos, sin))
         k, v = past_key_values.update(k, v, attention.layer_idx)
         if attention_mask is None and x.shape[0] == 1 and takes_rows_of_ours(attention):
             mixed = attend_one_row(q, k, v, attention.scaling)
         else:
+            attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
             mixed, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
         return plan.merge(x, mixed.reshape(x.shape[0], -1))[None]
 

@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache
 from dream_ext.ops._border import has_kernel
 from dream_ext.ops.tree_attention import TreeAttentionPlan
 from dream_ext.targets.adapter import TargetAdapter
-from dream_ext.targets.attention import is_stock_sdpa, tree_route
+from dream_ext.targets.attention import is_stock_sdpa, is_watched, tree_route
 from dream_ext.tree import Tree
 
 
@@ -41,12 +41,15 @@ def _as_family_wants(adapter: TargetAdapter, mask: Tensor) -> Tensor | dict[str,
 
 
 def has_route(adapter: TargetAdapter) -> bool:
-    """Whether the target's layers can attend to a tree by `tree_attention`.
+    """Whether all of the target's layers attend to a tree by `tree_attention`, and nobody looks at their masks.
 
-    Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA) they use the
-    target's own with the mask of `tree_mask`.
+    Elsewhere (other devices, float16, float64, an attention function that is not transformers' SDPA, hooks on a
+    layer's attention, layers with a config of their own) they use the target's own with the mask of `tree_mask`.
     """
-    return has_kernel(adapter.embed.weight) and is_stock_sdpa(adapter.text_config)
+    if not has_kernel(adapter.embed.weight) or not is_stock_sdpa(adapter.text_config):
+        return False
+    attentions = [layer.self_attn for layer in adapter.layers]
+    return all(a.config is adapter.text_config and not is_watched(a) for a in attentions)
 
 
 def attend(adapter: TargetAdapter, tree: Tree, prefix: Tensor) -> AbstractContextManager:

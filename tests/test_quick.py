@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
 from conftest import random_drafter
 from tiny import build_llama, build_text
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dream_ext import Decoder
 from dream_ext.packed import PackedModels
 from dream_ext.quick import is_quick, quicken, quickenable, slow
 from dream_ext.targets.adapter import TargetAdapter
@@ -127,11 +134,128 @@ def test_a_layer_with_a_part_that_is_not_packed(packed):
     torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
 
 
+class Twice(nn.Module):
+    """An adapter around a layer."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+def wrap_a_part(layer):
+    layer.self_attn.q_proj = Twice(layer.self_attn.q_proj)
+
+
+def another_norm(layer):
+    layer.input_layernorm.weight = nn.Parameter(layer.input_layernorm.weight * 3)
+
+
+def another_memory(layer):
+    layer.input_layernorm.weight.data = layer.input_layernorm.weight.data * 3
+
+
+def another_activation(layer):
+    layer.mlp.act_fn = nn.GELU()
+
+
+@pytest.mark.parametrize("change", [wrap_a_part, another_norm, another_memory, another_activation])
+def test_a_part_replaced_after_the_first_forward(change, packed):
+    """Catches a plan that computes with what the layer had before: an adapter without effect, memory that is gone."""
+    model, inputs = build_llama()
+    twin = copy.deepcopy(model)
+    packed(model)
+    before = steps(model, inputs["input_ids"])
+    for changed in (model, twin):
+        change(layers(changed)[1])
+    want = steps(twin, inputs["input_ids"])
+    assert not torch.allclose(before, want, atol=1e-2)
+    torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
+
+
+def test_somebodys_attention_function(packed):
+    """Catches a function that gets fewer arguments than the modelling code gives it, or is not asked for one row."""
+    model, inputs = build_llama()
+    packed(model)
+    want, seen = steps(model, inputs["input_ids"]), []
+
+    def mine(module, *args, **kwargs):
+        seen.append(sorted(kwargs))
+        return sdpa_attention_forward(module, *args, **kwargs)
+
+    with registered("mine", mine):
+        model.set_attn_implementation("mine")
+        torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
+    assert len(seen) == 9 and all("position_ids" in names for names in seen)
+
+
+@contextmanager
+def registered(name, function):
+    ALL_ATTENTION_FUNCTIONS.register(name, function)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS._global_mapping[name], ALL_MASK_ATTENTION_FUNCTIONS._global_mapping[name]
+
+
+def test_hooks_on_all_modules(packed):
+    """Catches torch's global hooks, which a compiled layer passes by."""
+    model, inputs = build_llama()
+    packed(model)
+    steps(model, inputs["input_ids"])
+    seen = set()
+    hook = register_module_forward_hook(lambda module, *_: seen.add(type(module).__name__))
+    try:
+        steps(model, inputs["input_ids"])
+    finally:
+        hook.remove()
+    assert {"LlamaAttention", "LlamaMLP", "PackedLinear"} <= seen
+
+
+def test_autocast(packed):
+    """Catches rows of another dtype than the packed weights."""
+    model, inputs = build_llama()
+    with torch.autocast("cpu", torch.bfloat16):
+        want = steps(model, inputs["input_ids"])
+        packed(model)
+        torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=5e-2, atol=5e-2)
+
+
+def test_trees_where_somebody_reads_the_mask():
+    """Catches the mask without elements where a layer's attention is not routed: hooked, or with another config."""
+    model, inputs = build_llama()
+    drafter, plain = random_drafter(model), model.generate(**inputs, max_new_tokens=12)
+    masks, shown = [], layers(model)[0].self_attn
+    hook = shown.register_forward_pre_hook(
+        lambda _, args, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    assert torch.equal(Decoder(model, drafter).generate(**inputs, max_new_tokens=12), plain)
+    hook.remove()
+    assert all(mask is None or mask.shape[-1] > 0 for mask in masks) and any(mask is not None for mask in masks)
+    model.config = copy.deepcopy(model.config)
+    assert torch.equal(Decoder(model, drafter).generate(**inputs, max_new_tokens=12), plain)
+
+
 def test_layers_with_a_window_stay(packed):
     model, _ = build_text("mistral")
     model.config.sliding_window = 8
     packed(model)
     assert not any(map(is_quick, layers(model)))
+
+
+def test_a_window_set_after_packing(packed):
+    """Catches one-row attention over all keys where the layer has a window by now."""
+    model, inputs = build_text("mistral")
+    twin = copy.deepcopy(model)
+    packed(model)
+    steps(model, inputs["input_ids"])
+    for changed in (model, twin):
+        changed.config.sliding_window = 4
+    want = steps(twin, inputs["input_ids"])
+    torch.testing.assert_close(steps(model, inputs["input_ids"]), want, rtol=1e-4, atol=1e-4)
 
 
 def test_copies_have_no_plan(packed):

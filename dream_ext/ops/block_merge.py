@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._border import FLOATS, Border
 from ._native import native
-from .block_project import Layer, native_layer, reference_layer
+from .block_project import Layer, detached, native_layer, reference_layer
 from .rms_norm import rms_norm_ref
 
 
@@ -81,7 +81,7 @@ class MergePlan:
             border.tensor("norm", norm.detach(), (self.dtype,), "hidden")
         self.native = native("block_merge").MergePlan(
             self.dtype == torch.float32, native_layer(output), output[0].inputs, tuple(map(native_layer, gate_up)),
-            native_layer(down), intermediate, norm, eps, round_first, gates,
+            native_layer(down), intermediate, detached(norm), eps, round_first, gates,
         )  # fmt: skip
         self._run = native("block_merge").block_merge
         self.sizes = hidden, output[0].inputs

@@ -20,7 +20,12 @@ Layer = tuple[PackedWeight | RoundedWeight, Tensor | None]
 def native_layer(layer: Layer) -> tuple:
     """What the compiled plans take."""
     weight, bias = layer
-    return weight.data, weight.scale if isinstance(weight, RoundedWeight) else None, bias, weight.out
+    return weight.data, weight.scale if isinstance(weight, RoundedWeight) else None, detached(bias), weight.out
+
+
+def detached(weight: Tensor | None) -> Tensor | None:
+    """The memory that a parameter has now: a plan reads it as long as it lives, whatever becomes of the parameter."""
+    return None if weight is None else weight.detach()
 
 
 def reference_layer(x: Tensor, layer: Layer) -> Tensor:
@@ -110,7 +115,7 @@ class ProjectPlan:
                 border.tensor(name, weight.detach(), (self.dtype,), size)
         self.native = native("block_project").ProjectPlan(
             self.dtype == torch.float32, tuple(map(native_layer, layers)), self.inputs, tuple(heads), head_dim,
-            normed, norm, eps, round_first, q_norm, k_norm,
+            normed, detached(norm), eps, round_first, detached(q_norm), detached(k_norm),
         )  # fmt: skip
         self._run = native("block_project").block_project
         norms = {"norm": norm, "q_norm": q_norm, "k_norm": k_norm}

@@ -44,7 +44,7 @@ _TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_e
 _EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
 
 
-_ONE = torch.ones(1, 1, dtype=torch.long)  # ancestor bits of a tree of one node
+_ONE = torch.ones(1, 1, dtype=torch.long, device="cpu")  # ancestor bits of a tree of one node
 
 
 class _Entry:
@@ -131,6 +131,11 @@ def capture_attention(adapter: TargetAdapter, layers: Iterable[int]) -> Iterator
         yield captured
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody hooked into a module's forward, or replaced it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__)
+
+
 def is_stock_sdpa(text_config) -> bool:
     """Whether a target's attention is transformers' own SDPA function, not one that somebody put in its place."""
     name = text_config._attn_implementation
@@ -151,7 +156,7 @@ def takes_rows_of_ours(attention: nn.Module) -> bool:
 
 def attend_one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Plain decoding's attention: one query (1, heads, 1, head_dim) over all keys -> (1, 1, heads, head_dim)."""
-    return TreeAttentionPlan(torch.tensor([k.shape[2] - 1]), _ONE, 1)(q, k, v, scale)
+    return TreeAttentionPlan(torch.tensor([k.shape[2] - 1], device="cpu"), _ONE, 1)(q, k, v, scale)
 
 
 @contextmanager

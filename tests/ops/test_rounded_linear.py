@@ -45,14 +45,15 @@ def test_largest_sums(level, inputs):
         check(-x, weight)
 
 
-def test_all_instruction_sets_agree():
-    """Catches an instruction set that saturates, or rounds rows otherwise."""
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_instruction_sets_agree(dtype):
+    """Catches an instruction set that saturates, rounds rows otherwise, or fuses the last product with the bias."""
     torch.manual_seed(0)
-    x, packed = torch.randn(11, 577), RoundedWeight.pack(torch.randn(90, 577))
-    results = []
+    x, packed = torch.randn(11, 577).to(dtype), RoundedWeight.pack(torch.randn(90, 577).to(dtype))
+    results, bias = [], torch.randn(90)
     for level in LEVELS:
         with using(level):
-            results.append(rounded_linear(x, packed))
+            results.append(rounded_linear(x, packed, bias.to(dtype)))
     assert all(torch.equal(result, results[0]) for result in results)
 
 
