@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from memory import CLEAR, peak_of, resident
 from ops_blocks import block_cases, draft_step_cases
 from ops_cases import Case, accept_cases, attention_cases, draft_cases, linear_cases, memory_cases, rounded_cases
 
@@ -58,14 +59,11 @@ def median_ms(calls: tuple[Callable[[], Any], ...]) -> list[float]:
 
 def extra_bytes(call: Callable[[], Any]) -> int | None:
     """Memory that one call needs at its peak beyond what was resident before; None where the system does not tell."""
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    if not reset.exists():
+    if not CLEAR.exists():
         return None
-    kib = lambda name: int(status.read_text().split(name + ":")[1].split()[0])  # noqa: E731
-    reset.write_text("5")
-    before = kib("VmRSS")
-    call()
-    return max(0, kib("VmHWM") - before) * 1024
+    before = resident()
+    _, peak = peak_of(call)
+    return max(0, peak - before)
 
 
 def error(result: Any, exact: Any) -> float:

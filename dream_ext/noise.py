@@ -28,7 +28,11 @@ _MOVING = threading.Lock()
 
 def sample(scores: Tensor) -> Tensor:
     """(1, vocab) processed scores -> (1,) token id, drawn as plain `generate` draws it."""
-    return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
+    return _draw(torch.softmax(scores, dim=-1))
+
+
+def _draw(p: Tensor) -> Tensor:
+    return torch.multinomial(p, num_samples=1).squeeze(1)
 
 
 class Sampler:
@@ -48,8 +52,9 @@ class Sampler:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """(1, vocab) processed scores -> (1,) token id."""
-        token = self._foreseen(torch.softmax(scores, dim=-1))
-        return sample(scores) if token is None else token
+        p = torch.softmax(scores, dim=-1)
+        token = self._foreseen(p)
+        return _draw(p) if token is None else token
 
     def _foreseen(self, p: Tensor) -> Tensor | None:
         """The choice by noise that is already drawn; None where `multinomial` must choose: no such noise, no kernel, or

@@ -121,7 +121,7 @@ def test_a_missing_peer_is_named(peer, monkeypatch, capsys, tmp_path):
 def timings(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     yield runpy.run_path(str(BENCH / "ops.py"))
-    for name in ("ops_cases", "ops_blocks"):
+    for name in ("ops_cases", "ops_blocks", "memory"):
         sys.modules.pop(name, None)
 
 

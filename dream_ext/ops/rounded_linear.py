@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._border import FLOATS, Border, unit_stride
-from ._native import native
-from .skinny_linear import PANEL
+from ._border import FLOATS, Border
+from .skinny_linear import PANEL, check_linear, run_linear
 
 MAX_INPUTS = 65536  # a sum of so many products of bytes fits 32 bits
 _TOGETHER = 4  # neighbouring inputs that lie side by side
@@ -69,11 +67,7 @@ class RoundedWeight:
 
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The same for callers that know their arguments fit: only what would be a wild pointer is checked."""
-        y = torch.empty((*x.shape[:-1], self.out), dtype=x.dtype, device=x.device)
-        count = math.prod(x.shape[:-1])
-        rows, out = unit_stride(x.reshape(count, self.inputs)), y.view(count, self.out)
-        native("rounded_linear").rounded_linear(rows, self.data, self.scale, bias, out, torch.get_num_threads())
-        return y
+        return run_linear("rounded_linear", x, self, bias, self.scale)
 
 
 def _rounded_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,17 +96,7 @@ def rounded_linear(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None)
 
     Source: symmetric quantisation per output and per row (LLM.int8, arXiv 2208.07339, without its outliers).
     """
-    border = Border("rounded_linear")
-    border.tensor("x", x, (weight.dtype,), "...")
-    if x.dim() < 1 or x.shape[-1] != weight.inputs:
-        raise border.refuse("x", f"shape (..., inputs={weight.inputs})", tuple(x.shape))
-    if bias is not None:
-        border.tensor("bias", bias, (x.dtype,), "out")
-        if bias.shape[0] != weight.out:
-            raise border.refuse("bias", f"shape (out={weight.out})", tuple(bias.shape))
-        bias = bias.contiguous()
-    border.on_cpu()
-    return weight.run(x, bias)
+    return weight.run(x, check_linear("rounded_linear", x, weight, weight.dtype, bias))
 
 
 def rounded_linear_ref(x: Tensor, weight: RoundedWeight, bias: Tensor | None = None) -> Tensor:

@@ -58,11 +58,7 @@ class PackedWeight:
 
     def run(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The same for callers that know their arguments fit: only what would be a wild pointer is checked."""
-        y = torch.empty((*x.shape[:-1], self.out), dtype=x.dtype, device=x.device)
-        count = math.prod(x.shape[:-1])
-        rows, out = unit_stride(x.reshape(count, self.inputs)), y.view(count, self.out)
-        native("skinny_linear").skinny_linear(rows, self.data, bias, out, torch.get_num_threads())
-        return y
+        return run_linear("skinny_linear", x, self, bias)
 
     def reference(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """`skinny_linear_ref` with this weight."""
@@ -80,8 +76,14 @@ def skinny_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
     Returns:
         (..., out), same dtype, sums in fp32. A row's bits depend neither on the other rows nor on their number.
     """
-    border = Border("skinny_linear")
-    border.tensor("x", x, (weight.data.dtype,), "...")
+    return weight.run(x, check_linear("skinny_linear", x, weight, weight.data.dtype, bias))
+
+
+def check_linear(op: str, x: Tensor, weight, dtype: torch.dtype, bias: Tensor | None) -> Tensor | None:
+    """Refuse what does not fit a packed ``weight`` for rows of ``dtype``, in words of the operator -> the bias,
+    contiguous."""
+    border = Border(op)
+    border.tensor("x", x, (dtype,), "...")
     if x.dim() < 1 or x.shape[-1] != weight.inputs:
         raise border.refuse("x", f"shape (..., inputs={weight.inputs})", tuple(x.shape))
     if bias is not None:
@@ -90,7 +92,16 @@ def skinny_linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -
             raise border.refuse("bias", f"shape (out={weight.out})", tuple(bias.shape))
         bias = bias.contiguous()
     border.on_cpu()
-    return weight.run(x, bias)
+    return bias
+
+
+def run_linear(op: str, x: Tensor, weight, bias: Tensor | None, *constants: Tensor) -> Tensor:
+    """The kernel of one linear operator on ``x`` (..., inputs); ``constants`` follow the packed weight."""
+    y = torch.empty((*x.shape[:-1], weight.out), dtype=x.dtype, device=x.device)
+    count = math.prod(x.shape[:-1])
+    rows, out = unit_stride(x.reshape(count, weight.inputs)), y.view(count, weight.out)
+    getattr(native(op), op)(rows, weight.data, *constants, bias, out, torch.get_num_threads())
+    return y
 
 
 def skinny_linear_ref(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
