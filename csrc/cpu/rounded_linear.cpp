@@ -2,21 +2,14 @@
 
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
+#include "cpu/panels.h"
 
 // Panels as in skinny_linear.cpp: outputs lie in the lanes. One 32-bit lane holds the weights of four neighbouring inputs, and
 // the same four of x are in every lane of the other operand.
 
 namespace dream::DREAM_ISA {
 
-constexpr int64_t kPanel = 16, kStepBytes = 4 * kPanel, kAhead = 1024;
-constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
-#if defined(__AVX512F__)
-constexpr int kGroup = 3, kRows = 8;  // panels and rows of a tile: 24 accumulators of 32 registers
-#elif defined(__AVX2__)
-constexpr int kGroup = 1, kRows = 4;  // 8 of 16
-#else
-constexpr int kGroup = 1, kRows = 2;
-#endif
+constexpr int64_t kStepBytes = 4 * kPanel;
 
 // Four products of unsigned w and signed x, in each lane, joined to the sum.
 #if defined(__AVX512VNNI__)
@@ -93,19 +86,17 @@ static void spread(const int8_t* bytes, int64_t steps, int32_t* to) {
   }
 }
 
-template <class T>
-static void write_row(const float* sums, const RoundedLinear& call, int64_t row, int64_t first, int64_t count) {
-  const T* bias = static_cast<const T*>(call.bias);
-  T* y = static_cast<T*>(call.y) + row * call.y_row + first;
-  for (int64_t i = 0; i < count; ++i) {
-    const float sum = sums[i] * call.scale[first + i];
-    store_scalar(y + i, bias ? sum + scalar(bias + first + i) : sum);
-  }
-}
+struct Tiles {
+  const RoundedLinear& call;
+  Rows rows;
 
-// ROWS rows from `row` on times PANELS panels from `panel` on.
+  // ROWS rows from `row` on times PANELS panels from `panel` on.
+  template <int ROWS, int PANELS>
+  void tile(int64_t row, int64_t panel) const;
+};
+
 template <int ROWS, int PANELS>
-static void tile(const RoundedLinear& call, const Rows& rows, int64_t row, int64_t panel) {
+void Tiles::tile(int64_t row, int64_t panel) const {
   const uint8_t* packed = call.packed + panel * rows.steps * kStepBytes;
   const int32_t* x = rows.x + row * rows.steps * kWords;
   ints sum[ROWS][PANELS][kVecs] = {};
@@ -125,30 +116,14 @@ static void tile(const RoundedLinear& call, const Rows& rows, int64_t row, int64
       float sums[kPanel];
       for (int v = 0; v < kVecs; ++v)
         store(sums + v * kLanes, __builtin_convertvector(sum[r][p][v] - rows.surplus[row + r], floats) * rows.scale[row + r]);
-      const int64_t first = (panel + p) * kPanel, left = call.out - first;
-      const auto write = call.dtype == Dtype::f32 ? write_row<float> : write_row<bf16>;
-      write(sums, call, row + r, first, left < kPanel ? left : kPanel);
+      const int64_t first = (panel + p) * kPanel;
+      for (int64_t i = 0; i < kPanel && first + i < call.out; ++i) sums[i] *= call.scale[first + i];
+      write_row(sums, call, row + r, first);
     }
 }
 
-// The last, incomplete tile of `count` rows.
-template <int PANELS, int ROWS = kRows - 1>
-static void rest(const RoundedLinear& call, const Rows& rows, int64_t row, int64_t count, int64_t panel) {
-  if constexpr (ROWS > 0) {
-    if (count == ROWS) return tile<ROWS, PANELS>(call, rows, row, panel);
-    rest<PANELS, ROWS - 1>(call, rows, row, count, panel);
-  }
-}
-
-template <int PANELS>
-static void all_rows(const RoundedLinear& call, const Rows& rows, int64_t panel) {
-  int64_t row = 0;
-  for (; row + kRows <= call.rows; row += kRows) tile<kRows, PANELS>(call, rows, row, panel);
-  rest<PANELS>(call, rows, row, call.rows - row, panel);
-}
-
 int rounded_linear(const RoundedLinear& call) {
-  const int64_t steps = (call.in + 3) / 4, panels = (call.out + kPanel - 1) / kPanel, groups = (panels + kGroup - 1) / kGroup;
+  const int64_t steps = (call.in + 3) / 4;
   Room<int32_t> x(call.rows * steps * kWords), surplus(call.rows);
   Room<float> scale(call.rows);
   Room<int8_t> bytes(4 * steps);
@@ -161,15 +136,7 @@ int rounded_linear(const RoundedLinear& call) {
       round_row(static_cast<const bf16*>(call.x) + r * call.x_row, call.in, bytes.data, scale.data[r], surplus.data[r]);
     spread(bytes.data, steps, x.data + r * steps * kWords);
   }
-#pragma omp parallel for num_threads(call.threads) schedule(static) if (call.threads > 1)
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t panel = g * kGroup, left = panels - panel;
-    if (left >= kGroup) {
-      all_rows<kGroup>(call, rows, panel);
-    } else {
-      for (int64_t p = 0; p < left; ++p) all_rows<1>(call, rows, panel + p);
-    }
-  }
+  all_tiles(Tiles{call, rows}, call.rows, call.out, call.threads);
   return 0;
 }
 

@@ -2,23 +2,14 @@
 
 #include "cpu/isa.h"
 #include "cpu/lanes.h"
+#include "cpu/panels.h"
 
 // A few rows times a large matrix is bound by reading the matrix. Packed panels are read once, in order, for up to eight
 // rows, and the outputs of a panel lie in the lanes, so that no sum crosses lanes.
 
 namespace dream::DREAM_ISA {
 
-constexpr int kVecs = static_cast<int>(kPanel) / kLanes;  // registers of a panel
-#if defined(__AVX512F__)
-constexpr int kGroup = 3, kRows = 8;  // panels and rows of a tile: 24 accumulators of 32 registers
-#elif defined(__AVX2__)
-constexpr int kGroup = 1, kRows = 4;  // 8 of 16
-#else
-constexpr int kGroup = 1, kRows = 2;  // 8 of 16
-#endif
 constexpr int64_t kRun = 64;      // steps summed before they join the total: a sum of sums has a smaller rounding error
-constexpr int64_t kAhead = 1024;  // bytes: far enough for the prefetch to arrive in time
-
 
 // How one step along the inputs reads a panel, and adds weights * x. bf16 weights are widened: on the processors with bf16
 // products that we could measure, those have half the throughput of fp32 multiply-adds.
@@ -62,16 +53,19 @@ struct Rows {
   int64_t stride;
 };
 
-template <class T>
-static void write_row(const float* sums, const SkinnyLinear& call, int64_t row, int64_t first, int64_t count) {
-  const T* bias = static_cast<const T*>(call.bias);
-  T* y = static_cast<T*>(call.y) + row * call.y_row + first;
-  for (int64_t i = 0; i < count; ++i) store_scalar(y + i, bias ? sums[i] + scalar(bias + first + i) : sums[i]);
-}
+template <class Step>
+struct Tiles {
+  const SkinnyLinear& call;
+  Rows rows;
 
-// ROWS rows from `row` on times PANELS panels from `panel` on.
-template <class Step, int ROWS, int PANELS>
-static void tile(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_t panel) {
+  // ROWS rows from `row` on times PANELS panels from `panel` on.
+  template <int ROWS, int PANELS>
+  void tile(int64_t row, int64_t panel) const;
+};
+
+template <class Step>
+template <int ROWS, int PANELS>
+void Tiles<Step>::tile(int64_t row, int64_t panel) const {
   typedef typename Step::T T;
   constexpr int64_t kStride = kPanel * Step::kInputs;
   const int64_t steps = (call.in + Step::kInputs - 1) / Step::kInputs;
@@ -99,39 +93,14 @@ static void tile(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_
     for (int p = 0; p < PANELS; ++p) {
       float sums[kPanel];
       for (int v = 0; v < kVecs; ++v) store(sums + v * kLanes, total[r][p][v]);
-      const int64_t first = (panel + p) * kPanel, left = call.out - first;
-      write_row<T>(sums, call, row + r, first, left < kPanel ? left : kPanel);
+      const int64_t first = (panel + p) * kPanel;
+      write_row(sums, call, row + r, first);
     }
-}
-
-// The last, incomplete tile of `count` rows.
-template <class Step, int PANELS, int ROWS = kRows - 1>
-static void rest(const SkinnyLinear& call, const Rows& rows, int64_t row, int64_t count, int64_t panel) {
-  if constexpr (ROWS > 0) {
-    if (count == ROWS) return tile<Step, ROWS, PANELS>(call, rows, row, panel);
-    rest<Step, PANELS, ROWS - 1>(call, rows, row, count, panel);
-  }
-}
-
-template <class Step, int PANELS>
-static void all_rows(const SkinnyLinear& call, const Rows& rows, int64_t panel) {
-  int64_t row = 0;
-  for (; row + kRows <= call.rows; row += kRows) tile<Step, kRows, PANELS>(call, rows, row, panel);
-  rest<Step, PANELS>(call, rows, row, call.rows - row, panel);
 }
 
 template <class Step>
 static void all_panels(const SkinnyLinear& call, const Rows& rows) {
-  const int64_t panels = (call.out + kPanel - 1) / kPanel, groups = (panels + kGroup - 1) / kGroup;
-#pragma omp parallel for num_threads(call.threads) schedule(static) if (call.threads > 1)
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t panel = g * kGroup, left = panels - panel;
-    if (left >= kGroup) {
-      all_rows<Step, kGroup>(call, rows, panel);
-    } else {
-      for (int64_t p = 0; p < left; ++p) all_rows<Step, 1>(call, rows, panel + p);
-    }
-  }
+  all_tiles(Tiles<Step>{call, rows}, call.rows, call.out, call.threads);
 }
 
 static void run_bf16(const SkinnyLinear& call) {
