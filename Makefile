@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make sanitize | make clean      PYTHON=python3.12 make demo
+# make demo | make test | make lint | make sanitize | make simt | make gate | make gpu | make clean      PYTHON=python3.12 make demo
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +10,7 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DREAM_CUDA ?= OFF
 endif
 
-.PHONY: demo test lint sanitize clean
+.PHONY: demo test lint sanitize simt gate gpu clean
 
 demo: $(VENV)/installed
 	$(BIN)/dream-ext demo --install
@@ -26,6 +26,19 @@ lint: $(VENV)/installed-for-tests
 # Needs compilers and the standard library of Python alone.
 sanitize:
 	$(PYTHON) tests/sanitize.py
+
+# The CUDA kernels without a GPU: needs g++, the headers of CUDA, and nvcc for their PTX.
+simt:
+	$(PYTHON) tests/simt.py
+
+# What nvcc makes of the CUDA kernels, against limits. Needs nvcc, no GPU.
+gate: $(VENV)/installed-for-tests
+	$(BIN)/python bench/gate.py
+
+# Builds for the GPU present, proves, times: under 8 minutes. The environment is installed without kernels, to build them once.
+gpu:
+	$(MAKE) DREAM_CUDA=OFF $(VENV)/installed-for-tests
+	PYTHON=$(BIN)/python bench/gpu.sh gpu.json
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info

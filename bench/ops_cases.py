@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from dream_ext import ops
 from dream_ext.ops.rank_tree import run_rank
-from dream_ext.ops.sample_tree import run_sample
 from dream_ext.ops.verify_tree import run_verify
 
 CACHE_BYTES = 96 << 20  # more than the last-level cache share of a core
@@ -95,11 +94,11 @@ def accept_cases(g: torch.Generator) -> Iterator[Case]:
             ("verify_tree", "int64", "", run_verify, ops.verify_tree, ops.verify_tree_ref, (*verified, greedy)),
             ("verify_tree", "bfloat16", f", {vocabulary} logits", run_verify, ops.verify_tree, ops.verify_tree_ref,
              (*verified, logits[:nodes])),
-            ("sample_tree", "float32", f", {vocabulary} tokens", run_sample, ops.sample_tree, ops.sample_tree_ref,
-             sampled),
+            ("sample_tree", "float32", f", {vocabulary} tokens", None, ops.sample_tree, ops.sample_tree_ref, sampled),
         ):  # fmt: skip
             for check, function in (("", run), (", checked", checked)):
-                yield Case(op, case + what + check, dtype, partial(function, *call), partial(reference, *call))
+                if function is not None:  # on a CPU the loop has no entry of its own for the whole walk
+                    yield Case(op, case + what + check, dtype, partial(function, *call), partial(reference, *call))
 
 
 def memory_cases(g: torch.Generator) -> Iterator[Case]:

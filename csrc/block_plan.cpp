@@ -1,5 +1,6 @@
 #include "block_plan.h"
 
+#include "bind.h"
 #include "border.h"
 #include "dream/block_step.h"
 #include "dream/skinny_linear.h"
@@ -144,11 +145,19 @@ void bind_block_step(const ProjectPlan& project, const MergePlan& merge, py::han
   call.attention = {nullptr,     k.data,      v.data,      p.dtype,     1,           p.q_heads,  p.k_heads,
                     p.rows,      p.rows,      k.shape[2],  p.head_dim,  0,           0,          0,
                     0,           k.stride[1], k.stride[2], 0,           v.stride[1], v.stride[2], length,
-                    reinterpret_cast<const uint64_t*>(bits.data), nullptr, nullptr, 0, scale, cap, nullptr, threads};
+                    reinterpret_cast<const uint64_t*>(bits.data), nullptr, nullptr, 0, scale, cap, nullptr, threads, nullptr};
   call.merge.rows = p.rows, call.merge.threads = threads;
   call.merge.x = stream(rows, p.rows, call.merge).data, call.merge.y = stream(out, p.rows, call.merge).data;
   py::gil_scoped_release released;
   block_step_cpu(call);
+}
+
+void bind_block(py::module_& m) {
+  py::class_<ProjectPlan>(m, "ProjectPlan", py::module_local()).def(py::init(&project_plan));
+  py::class_<MergePlan>(m, "MergePlan", py::module_local()).def(py::init(&merge_plan));
+  m.def("block_project", &bind_block_project);
+  m.def("block_merge", &bind_block_merge);
+  m.def("block_step", &bind_block_step);
 }
 
 }  // namespace dream

@@ -113,6 +113,50 @@ bool contiguous(const View& view) {
   return true;
 }
 
+View Arguments::view(py::handle tensor) {
+  View view = read(tensor);
+#ifdef DREAM_SIMT  // kernels for CUDA run on the host, on its memory
+  if (view.device_type == kCpu) view.device_type = kCuda;
+#endif
+  if (device_type_ == 0) {
+    device_type_ = view.device_type, device_index_ = view.device_index;
+#ifdef DREAM_CUDA
+    if (device_type_ == kCuda) return view;
+#endif
+    if (device_type_ != kCpu) throw py::type_error(std::string(op_) + ": this build has no kernel for the device of its arguments");
+  }
+  if (view.device_type != device_type_ || view.device_index != device_index_)
+    throw py::type_error(std::string(op_) + ": wanted all tensors on one device");
+  return view;
+}
+
+View Arguments::view(py::handle tensor, int ndim) {
+  const View x = view(tensor);
+  if (x.ndim != ndim) throw py::type_error(std::string(op_) + ": wanted a tensor of " + std::to_string(ndim) + " dimensions");
+  if (ndim && x.elements() > 0 && x.shape[ndim - 1] > 1 && x.stride[ndim - 1] != 1)
+    throw py::type_error(std::string(op_) + ": wanted a contiguous last dimension");
+  return x;
+}
+
+char* Arguments::whole(py::handle tensor, Kind kind, int bytes, int64_t size) {
+  const View x = view(tensor);
+  if (!x.is(kind, bytes) || x.elements() != size || !contiguous(x))
+    throw py::type_error(std::string(op_) + ": wanted " + std::to_string(size) + " contiguous elements of the right type");
+  return x.data;
+}
+
+Dtype Arguments::float_type(const View& view) const {
+  return cuda() && view.is(Kind::real, 2) ? Dtype::f16 : dream::float_type(view);
+}
+
+void* Arguments::workspace(py::handle tensor, int64_t bytes) {
+  if (bytes == 0 || !cuda()) return nullptr;
+  const View x = view(tensor);
+  if (!x.is(Kind::unsigned_integer, 1) || !contiguous(x) || x.elements() < bytes)
+    throw py::type_error(std::string(op_) + ": wanted a workspace of " + std::to_string(bytes) + " bytes");
+  return x.data;
+}
+
 const void* optional_row(py::handle tensor, Dtype dtype, int64_t size) {
   if (tensor.is_none()) return nullptr;
   const View row = cpu(tensor, 1);

@@ -36,6 +36,54 @@ View cpu(pybind11::handle tensor, int ndim);
 Dtype float_type(const View& view);
 bool contiguous(const View& view);
 
+// The tensors of one call: all on the device of the first one, which chooses the kernel.
+class Arguments {
+ public:
+  explicit Arguments(const char* op) : op_(op) {}
+
+  View view(pybind11::handle tensor);            // any shape
+  View view(pybind11::handle tensor, int ndim);  // and a contiguous last dimension
+  template <class T>
+  T* elements(pybind11::handle tensor, Kind kind, int64_t size) {  // contiguous, `size` of them in any shape
+    return reinterpret_cast<T*>(whole(tensor, kind, sizeof(T), size));
+  }
+  template <class T>
+  T* optional(pybind11::handle tensor, Kind kind, int64_t size) {
+    return tensor.is_none() ? nullptr : elements<T>(tensor, kind, size);
+  }
+  int64_t* ids(pybind11::handle tensor, int64_t size) { return elements<int64_t>(tensor, Kind::integer, size); }
+  float* floats(pybind11::handle tensor, int64_t size) { return elements<float>(tensor, Kind::real, size); }
+  Dtype float_type(const View& view) const;                       // float16 on CUDA alone
+  void* workspace(pybind11::handle tensor, int64_t bytes);        // at least that many; None where none is needed
+
+  bool cuda() const { return device_type_ == kCuda; }
+  int device() const { return device_index_; }
+
+ private:
+  static constexpr int32_t kCpu = 1, kCuda = 2;
+  char* whole(pybind11::handle tensor, Kind kind, int bytes, int64_t size);
+
+  const char* op_;
+  int32_t device_type_ = 0, device_index_ = 0;
+};
+
+// Runs the kernel of the call's device, without the GIL.
+template <class Call>
+void run(const Arguments& args, const Call& call, void (*cpu)(const Call&), void (*cuda)(const Call&, int, void*), uintptr_t stream) {
+  pybind11::gil_scoped_release released;
+  if (args.cuda())
+    cuda(call, args.device(), reinterpret_cast<void*>(stream));
+  else
+    cpu(call);
+}
+#ifdef DREAM_CUDA
+#define DREAM_KERNELS(op) &op##_cpu, &op##_cuda
+#define DREAM_WORKSPACE(op, call) op##_workspace(call)
+#else  // Arguments refuses tensors of a device without kernels
+#define DREAM_KERNELS(op) &op##_cpu, {}
+#define DREAM_WORKSPACE(op, call) 0
+#endif
+
 // A weight or bias of `size` elements, or null for None.
 const void* optional_row(pybind11::handle tensor, Dtype dtype, int64_t size);
 

@@ -283,10 +283,12 @@ def make_runner(method: Method, target: Any, drafter: Any) -> Callable[..., Answ
     ratio = {} if method.visual_ratio is None else {"visual_ratio": method.visual_ratio}
     shape = tree_option(drafter) if method.tree == "suited" else TreeShape(*method.tree)
     make = partial(Decoder, target, drafter, tree=shape, forecast=method.forecast, **ratio)
-    make(pack=pack).restore()  # refuses a drafter of another target; the decoders below need not compare again
+    first = make(pack=pack)  # refuses a drafter of another target; the decoders below need not compare again
+    first.restore()
 
     def run(inputs: Mapping[str, Any], options: dict[str, Any], seed: int) -> Answer:
-        decoder = make(check_target=False, pack=pack)
+        # Packed layers serve one method at a time. Without them one decoder serves all, and so do its graphs on a GPU.
+        decoder = make(check_target=False, pack=True) if pack else first
         try:
             return timed_answer(
                 decoder.generate, target, inputs, seed=seed, read_stats=lambda: decoder.stats.to_dict(), **options

@@ -22,7 +22,7 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
 
 def rms(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """RMSNorm of ``x`` (..., size); the operator where it has a kernel, torch's where gradients flow."""
-    if torch.is_grad_enabled() or not has_kernel(x):
+    if torch.is_grad_enabled() or not has_kernel("rms_norm", x):
         return F.rms_norm(x, (x.shape[-1],), weight, eps)
     return run_norm(x, weight, eps, False)
 
@@ -91,11 +91,14 @@ class Block(nn.Module):
         self.gate_up = _linear(2 * intermediate, hidden)
         self.down = _linear(hidden, intermediate)
 
-    def project(self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor, raw_queries: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries (heads, n, head_dim), keys and values (kv_heads, n, head_dim) of n rows.
 
         ``x`` (n, hidden) is the running state, ``feats`` (n, hidden) the unit-RMS features of the rows' previous
         positions (read by cross-attention alone), ``cos`` and ``sin`` (n or 1, head_dim) the rotary table of the rows.
+        With ``raw_queries`` those of cross-attention lack norm and rotation, which `cross_attention` then does.
         """
         n, d, heads, kv_heads = x.shape[0], self.head_dim, self.heads, self.kv_heads
         normed = rms(x, self.input_norm, self.eps)
@@ -103,11 +106,15 @@ class Block(nn.Module):
             qkv = self.qkv(normed).view(n, heads + 2 * kv_heads, d).transpose(0, 1)
             qk = rotate(qkv[: heads + kv_heads], cos, sin)
             return qk[:heads], qk[heads:], qkv[heads + kv_heads :]
-        q = rms(self.q(normed).view(n, heads, d), self.q_norm, self.eps).transpose(0, 1)
+        q = self.q(normed).view(n, heads, d)
         kv = self.kv(feats).view(n, 2 * kv_heads, d)
         k = rms(kv[:, :kv_heads], self.k_norm, self.eps).transpose(0, 1)
         v = kv[:, kv_heads:].transpose(0, 1)
-        return (rotate(q, cos, sin), rotate(k, cos, sin), v) if self.rope else (q, k, v)
+        k = rotate(k, cos, sin) if self.rope else k
+        if raw_queries:
+            return q.transpose(0, 1), k, v
+        q = rms(q, self.q_norm, self.eps).transpose(0, 1)
+        return rotate(q, cos, sin) if self.rope else q, k, v
 
     def merge(self, x: Tensor, attended: Tensor) -> Tensor:
         """Residual state (n, hidden) after the attention output ``attended`` (n, heads * head_dim) and the SwiGLU."""

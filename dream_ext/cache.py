@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from dream_ext.ops.keep_path import keep_path
 
@@ -27,12 +27,17 @@ class TreeLayer(DynamicLayer):
         self.length = 0
         self.key_buffer: Tensor | None = None
         self.value_buffer: Tensor | None = None
+        self.slots: Tensor | None = None  # where `update` writes, when only the device knows (see `fixed`)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        if self.slots is not None:
+            self.key_buffer.index_copy_(2, self.slots, key_states)
+            self.value_buffer.index_copy_(2, self.slots, value_states)
+            return self.key_buffer, self.value_buffer
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start, end = self.length, self.length + key_states.shape[-2]
@@ -65,7 +70,8 @@ class TreeLayer(DynamicLayer):
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        keys = self.length + query_length if self.slots is None else self.key_buffer.shape[-2]
+        return keys, 0
 
 
 def _grown(buffer: Tensor | None, states: Tensor, length: int, capacity: int) -> Tensor:
@@ -100,6 +106,44 @@ def adopt(cache: Cache) -> None:
     cache.layer_class_to_replicate = TreeLayer
 
 
+def fixed(cache: Cache, capacity: int, slots: Tensor) -> Cache:
+    """A cache with the layers of a filled one, in buffers of ``capacity`` positions that never move. A forward over n
+    tokens writes at ``slots`` (n,) int64 of the device, and attends to whole buffers."""
+    room = DynamicCache()
+    for layer in cache.layers:
+        own = TreeLayer()
+        own.lazy_initialization(layer.keys, layer.values)
+        own.key_buffer, own.value_buffer = (
+            _grown(None, states, 0, capacity).zero_() for states in (layer.keys, layer.values)
+        )
+        own.slots = slots
+        room.layers.append(own)
+    return room
+
+
+def copy_into(room: Cache, cache: Cache, clear: bool) -> None:
+    """The positions of ``cache`` into the front of a `fixed` one; with ``clear`` zeros behind them, for attention that
+    weighs hidden slots with 0: what another text left there may be NaN."""
+    for own, layer in zip(room.layers, cache.layers, strict=True):
+        if clear:
+            own.key_buffer[:, :, layer.length :].zero_()
+            own.value_buffer[:, :, layer.length :].zero_()
+        own.key_buffer[:, :, : layer.length] = layer.keys
+        own.value_buffer[:, :, : layer.length] = layer.values
+
+
+def copy_back(room: Cache, cache: Cache, length: int) -> None:
+    """The first ``length`` positions of a `fixed` cache, into a cache that held fewer."""
+    for own, layer in zip(room.layers, cache.layers, strict=True):
+        start = layer.length
+        layer.update(own.key_buffer[:, :, start:length], own.value_buffer[:, :, start:length])
+
+
+def buffers(cache: Cache) -> list[Tensor]:
+    """Keys and values of every tree layer, (batch, kv_heads, capacity, head_dim) each."""
+    return [buffer for layer in cache.layers for buffer in (layer.key_buffer, layer.value_buffer)]
+
+
 def release(cache: Cache) -> None:
     """Turn tree layers back into dynamic ones, in place; what they hold stays in the front of the buffers."""
     layers = []
@@ -120,8 +164,8 @@ def keep(cache: Cache, start: int, path: Tensor) -> None:
         start: slot of the tree's root.
         path: (n,) int64, accepted node ids, strictly ascending, beginning with the root 0; empty to forget the tree.
     """
-    buffers = [buffer for layer in cache.layers for buffer in (layer.key_buffer, layer.value_buffer)]
-    keep_path(buffers, start, path)
+    if cache.layers:
+        keep_path(buffers(cache), start, path)
     for layer in cache.layers:
         layer._set_length(start + path.numel())
 

@@ -46,6 +46,8 @@ class DraftContext:
 
     def emitted(self, tokens: list[int], positions: list[int], features: Tensor) -> None:
         """Queue tokens of the text and the target's features of the positions before them (n each)."""
+        if not tokens:
+            return
         device = features.device
         ids, at = torch.tensor([tokens], device=device), torch.tensor(positions, device=device)
         self._queue(self.adapter.embed(ids)[0], features, at)
@@ -62,6 +64,22 @@ class DraftContext:
         tokens = [*tree.tokens[path[1:]].tolist(), last]
         self.emitted(tokens, [position + 1 + step for step in range(len(tokens))], accepted)
         self._advance(accepted)
+
+    def read_all_but_last(self) -> Tensor:
+        """Read the pending rows but the last, which stays pending -> its feature (1, feature_size)."""
+        if self.embeds.shape[0] > 1:
+            self.state.append(self.embeds[:-1], self.features[:-1], self.positions[:-1])
+            self.embeds, self.features, self.positions = self.embeds[-1:], self.features[-1:], self.positions[-1:]
+        return self.features
+
+    def resume(self, tokens: list[int], position: int, features: Tensor, length: int) -> None:
+        """After rounds elsewhere that left the state read: ``tokens`` are pending, the first at ``position``, with the
+        target's ``features`` before them; features of ``length`` positions are known."""
+        self.embeds, self.features, self.positions = self.embeds[:0], self.features[:0], self.positions[:0]
+        self.emitted(tokens, [position + step for step in range(len(tokens))], features)
+        if length > self.length:
+            self.last_feature = features[-1:].clone()
+        self.length = length
 
     def rewind_last(self) -> None:
         """Drop the token that was emitted last: a resumed call forwards it, and queues it, with its prompt."""

@@ -7,31 +7,40 @@ from dataclasses import replace
 import torch
 
 from dream_ext import cache as kv
+from dream_ext.device_decode import decode_on_device
 from dream_ext.noise import Sampler
+from dream_ext.ops._native import on_cuda
 from dream_ext.prefill import Prefill
+from dream_ext.rounds import RoundsPool
 from dream_ext.sampling import Emitter, walk
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.tree import Tree, TreeShape
 from dream_ext.verify import verify
 
 
-def decode(prefill: Prefill, emitter: Emitter, shape: TreeShape, clock: PhaseClock, stats: Stats) -> None:
+def decode(
+    prefill: Prefill, emitter: Emitter, shape: TreeShape, pool: RoundsPool, clock: PhaseClock, stats: Stats
+) -> None:
     """Emit tokens until the stopping criteria say so; `emitter` holds the text, `prefill.cache` its keys and values.
 
-    The cache ends with `len(text) - 1` positions, as after plain decoding: the last token was never forwarded.
+    The cache ends with `len(text) - 1` positions, as after plain decoding: the last token was never forwarded. On a GPU
+    the rounds are those of `decode_on_device`.
     """
     adapter, cache, context = prefill.adapter, prefill.cache, prefill.context
     position = prefill.position  # rotary position of the root; its cache slot is kv.length(cache)
     with clock.phase("accept"):
         root = emitter.emit(prefill.logits)
     context.emitted([root], [position], context.last_feature)
+    if on_cuda(adapter.device) and not emitter.done:
+        decode_on_device(prefill, root, emitter, shape, pool, clock, stats)
+        return
     while not emitter.done:
         with clock.phase("draft"):
             tree = _draft(context, root, position, shape, emitter)
         start, path = kv.length(cache), []
         try:
             with clock.phase("verify"):
-                sees, layers = prefill.sees(start), context.drafter.config.feature_layers
+                sees, layers = prefill.sees(start, tree.nodes), context.drafter.config.feature_layers
                 logits, features = verify(adapter, tree, cache, sees, position, prefill.plain_head, layers)
             with clock.phase("accept"):
                 walk(tree, logits, emitter, path)

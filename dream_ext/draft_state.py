@@ -125,6 +125,18 @@ class DraftState:
         """Forget the drafted slots."""
         self.drafted = 0
 
+    def committed(self) -> list[Tensor]:
+        """Keys and values (2, kv_heads, length, head_dim) of the committed slots, one tensor a block."""
+        return [buffer[:, :, : self.length] for buffer in self._buffers]
+
+    def replace(self, committed: list[Tensor], length: int) -> None:
+        """Hold ``length`` committed slots with these keys and values, and no drafted ones."""
+        self.length, self.drafted = 0, 0
+        self._reserve(length)
+        for buffer, part in zip(self._buffers, committed, strict=True):
+            buffer[:, :, :length] = part
+        self.length = length
+
     def crop(self, length: int) -> None:
         """Forget the drafted slots and the committed ones from slot ``length`` on."""
         if not 0 <= length <= self.length:
@@ -147,7 +159,7 @@ class DraftState:
         """How rows attend that see every slot before ``prefix`` and, of the slots behind, those in ``sees`` (rows,
         slots) bool."""
         behind = sees.shape[1]
-        if has_kernel(self._buffers[0]) and behind <= MAX_NODES:
+        if has_kernel("tree_attention", self._buffers[0]) and behind <= MAX_NODES:
             lengths = torch.tensor([prefix], device=self._device)
             plan = TreeAttentionPlan(lengths, pack_bits(sees)[None], behind)
             return lambda q, buffer, scale: plan(q[None], buffer[:1], buffer[1:], scale)[0].flatten(1)

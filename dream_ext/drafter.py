@@ -221,6 +221,7 @@ class Drafter(nn.Module):
         size = config.draft_vocab_size
         self.register_buffer("draft_vocab", None if size is None else torch.arange(size))
         self._head: _Head | None = None
+        self.ruled_out = torch.zeros(0, dtype=torch.long)  # draft ids that are never proposed, known once bound
         self.calibration: tuple[Yield, ...] = ()  # what its trees yield, from the folder it was read from
 
     def bind(self, adapter: TargetAdapter, pack: bool = False) -> None:
@@ -238,8 +239,14 @@ class Drafter(nn.Module):
         if self.draft_vocab is None:
             # The head's own computation without the hooks that others hung on it: these are not the target's words.
             self._head = _Head(lambda x: type(head).forward(head, x), head.weight.dtype)
+            self.ruled_out = torch.tensor(adapter.placeholder_ids, dtype=torch.long, device=head.weight.device)
         else:
             self._head = _Head.of_rows(head, self.draft_vocab, self.final_norm, pack)
+
+    @property
+    def head(self) -> object:
+        """What scores hidden rows, another object after every `bind`; None before."""
+        return self._head
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores (m, Vd) of the next token, in draft ids, of ``hidden`` (m, hidden)."""

@@ -21,6 +21,7 @@ from dream_ext.noise import Sampler, sample
 from dream_ext.packed import PackedModels
 from dream_ext.policy import suited_tree
 from dream_ext.prefill import remember, run_prefill
+from dream_ext.rounds import RoundsPool
 from dream_ext.sampling import Chooser, Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.swapping import blank
@@ -84,6 +85,7 @@ class Decoder:
             self._packed.add(drafter, drafter, rounded=True)
         drafter.bind(self.adapter, pack)
         self.tree = suited_tree(self.adapter, drafter, pack) if tree == "auto" else tree or TreeShape()
+        self._rounds = RoundsPool()
         self.stats: Stats | None = None
 
     @property
@@ -153,7 +155,7 @@ class Decoder:
                 prefill = run_prefill(
                     self.adapter, self.drafter, self.visual_ratio, input_ids, config, model_kwargs, stats
                 )
-            decode(prefill, emitter, self.tree, clock, stats)
+            decode(prefill, emitter, self.tree, self._rounds, clock, stats)
         finally:
             stats.new_tokens = emitter.emitted
             clock.stop()

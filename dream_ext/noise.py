@@ -61,24 +61,17 @@ class Sampler:
         no distribution, which is for `multinomial` to refuse."""
         if not self._ahead or p.device.type != "cpu" or p.dtype != torch.float32:
             return None
-        noise, after = self._ahead[0]
+        noise = self._ahead[0][0]
         if noise.shape != p.shape:
             return None
         token = sample_row(p, noise)
         if token < 0:
             return None
-        with _MOVING:
-            if not torch.equal(torch.get_rng_state(), self._state):
-                return None
-            torch.set_rng_state(after)
-        self._state = after
-        self._ahead.popleft()
-        return torch.tensor([token], device=p.device)
+        return torch.tensor([token], device=p.device) if self.draw() else None
 
     def forecast(self, step: int, vocab: int) -> Tensor:
         """Noise (vocab,) fp32 that the choice ``step`` choices after the next one will draw."""
-        cuda = self._device.type == "cuda"
-        state = torch.cuda.get_rng_state(self._device) if cuda else torch.get_rng_state()
+        state = self._generator_state()
         if self._state is None or not torch.equal(state, self._state):
             self._copy.set_state(state)
             self._state = state
@@ -89,6 +82,24 @@ class Sampler:
             self._ahead.append((noise, self._copy.get_state()))
         return self._ahead[step][0][0]
 
+    def rows(self, count: int, vocab: int) -> Tensor:
+        """Noise (count, vocab) fp32 of the next ``count`` choices."""
+        self.forecast(count - 1, vocab)
+        return torch.cat([self._ahead[step][0] for step in range(count)])
+
+    def draw(self) -> bool:
+        """Move the default generator over the next choice's noise, because that noise made a choice; False, and nothing
+        moves, when somebody has drawn since the forecast."""
+        with _MOVING:
+            if not self._ahead or not torch.equal(self._generator_state(), self._state):
+                return False
+            self._state = self._ahead.popleft()[1]
+            if self._device.type == "cuda":
+                torch.cuda.set_rng_state(self._state, self._device)
+            else:
+                torch.set_rng_state(self._state)
+        return True
+
     def draft_scores(self, logits: Tensor, level: int, vocab: Tensor | None, size: int) -> Tensor:
         """Draft logits whose softmax says how likely each token is to be chosen at ``level``, given that step's noise.
 
@@ -98,6 +109,24 @@ class Sampler:
             vocab: target ids of the draft vocabulary, None when it is the target's own.
             size: the target's vocabulary.
         """
-        noise = self.forecast(level - 1, size)
-        noise = (noise if vocab is None else noise[vocab]).clamp_min(torch.finfo(noise.dtype).tiny)
-        return LOGIT_WEIGHT * logits.float() - NOISE_WEIGHT * self.temperature * noise.log()
+        return noisy_scores(logits, self.forecast(level - 1, size), vocab, self.temperature)
+
+    def _generator_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+
+class NoiseRows:
+    """Scores drafts as a `Sampler` does, by noise (levels, vocab) that lies in one buffer: what a CUDA graph reads."""
+
+    def __init__(self, rows: Tensor, temperature: float) -> None:
+        self.rows, self.temperature = rows, temperature
+
+    def draft_scores(self, logits: Tensor, level: int, vocab: Tensor | None, size: int) -> Tensor:
+        """As `Sampler.draft_scores`."""
+        return noisy_scores(logits, self.rows[level - 1], vocab, self.temperature)
+
+
+def noisy_scores(logits: Tensor, noise: Tensor, vocab: Tensor | None, temperature: float) -> Tensor:
+    """Draft logits (rows, draft vocabulary), given the noise (target's vocabulary,) of their step."""
+    noise = (noise if vocab is None else noise[vocab]).clamp_min(torch.finfo(noise.dtype).tiny)
+    return LOGIT_WEIGHT * logits.float() - NOISE_WEIGHT * temperature * noise.log()

@@ -107,7 +107,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def packable(model: nn.Module) -> bool:
     """Whether the model's device and dtype have packed kernels; see `CannotPack` for what else can be in the way."""
-    return has_kernel(model.get_input_embeddings().weight)
+    return has_kernel("skinny_linear", model.get_input_embeddings().weight)
 
 
 class CannotPack(ValueError):

@@ -21,10 +21,14 @@ from transformers import DynamicCache
 
 from . import __version__
 from . import cache as kv
+from .context import DraftContext
 from .growth import grow_tree
+from .ops._native import on_cuda
+from .prefill import Prefill
+from .rounds import RoundKind, Rounds
 from .timing import synchronize
 from .tree import MAX_NODES, Tree, TreeShape
-from .verify import verify
+from .verify import Prefix, verify
 
 if TYPE_CHECKING:
     from .drafter import Drafter
@@ -100,20 +104,23 @@ def _median_ms(call: Callable[[], object], device: torch.device) -> float:
 def measure(adapter: TargetAdapter, drafter: Drafter, trees: list[TreeShape]) -> Costs:
     """Time the rounds' parts behind a made-up prefix of `PREFIX` positions; ``drafter`` must be bound."""
     device = adapter.device
+    if on_cuda(device):
+        return _measure_on_device(adapter, drafter, trees)
     ids = torch.arange(PREFIX, device=device) % adapter.vocab_size
     embeds, positions = adapter.embed(ids[None]), torch.arange(PREFIX, device=device)
     cache = DynamicCache()
     kv.adopt(cache)
     adapter.decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
-    sees, nothing = torch.ones(PREFIX, dtype=torch.bool, device=device), torch.zeros(0, dtype=torch.long)
+    sees, nothing = torch.ones(PREFIX, dtype=torch.bool, device=device), torch.zeros(0, dtype=torch.long, device=device)
 
     def verify_once(tree: Tree) -> None:
-        verify(adapter, tree, cache, sees, PREFIX, True, drafter.config.feature_layers)
+        prefix = Prefix.of(sees, tree.nodes)
+        verify(adapter, tree, cache, prefix, PREFIX, True, drafter.config.feature_layers)
         kv.keep(cache, PREFIX, nothing)
 
     costs: dict[int, float] = {}
     for nodes in sorted({tree.nodes for tree in trees}):
-        chain = Tree.from_parents(torch.arange(nodes), torch.arange(nodes) - 1)
+        chain = Tree.from_parents(torch.arange(nodes), torch.arange(nodes) - 1).to(device)
         costs[nodes] = _median_ms(lambda chain=chain: verify_once(chain), device)
     state = drafter.new_state(PREFIX + MAX_NODES)
     features = torch.zeros(PREFIX, drafter.config.feature_size, dtype=adapter.dtype, device=device)
@@ -129,6 +136,33 @@ def measure(adapter: TargetAdapter, drafter: Drafter, trees: list[TreeShape]) ->
         if (shape.width, shape.depth) not in drafts:
             drafts[shape.width, shape.depth] = _median_ms(lambda shape=shape: draft_once(shape), device)
     return Costs(costs, drafts)
+
+
+def _measure_on_device(adapter: TargetAdapter, drafter: Drafter, trees: list[TreeShape]) -> Costs:
+    """The same with the rounds of a device, which do not wait for the host and may be CUDA graphs."""
+    device = adapter.device
+    ids, positions = torch.arange(PREFIX, device=device) % adapter.vocab_size, torch.arange(PREFIX, device=device)
+    cache, context = DynamicCache(), DraftContext(drafter, adapter)
+    kv.adopt(cache)
+    embeds = adapter.embed(ids[None])
+    hidden = adapter.decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True).last_hidden_state[0]
+    features = hidden.repeat(1, 1 + len(drafter.config.feature_layers))
+    context.prompt(embeds[0], features, positions, positions)
+    context.emitted([0], [PREFIX], context.last_feature)
+    prefill = Prefill(adapter, cache, context, adapter.lm_head(hidden[-1:])[0], PREFIX, None, True)
+    verify_ms: dict[int, float] = {}
+    draft_ms: dict[tuple[int, int], float] = {}
+    for tree in trees:
+        rounds = Rounds(prefill, drafter, RoundKind.of(prefill, tree, MAX_NODES, None))
+        rounds.load(prefill, 0, PREFIX)
+
+        def draft_once(rounds: Rounds = rounds) -> None:
+            rounds.drafts.length.fill_(PREFIX)
+            rounds.draft()
+
+        draft_ms[tree.width, tree.depth] = _median_ms(draft_once, device)
+        verify_ms[tree.nodes] = _median_ms(rounds.verify, device)
+    return Costs(verify_ms, draft_ms)
 
 
 def _key(adapter: TargetAdapter, drafter: Drafter, packed: bool) -> str:

@@ -14,6 +14,7 @@ from dream_ext.context import DraftContext
 from dream_ext.drafter import Drafter
 from dream_ext.stats import Stats
 from dream_ext.targets.adapter import Capture, TargetAdapter
+from dream_ext.verify import Prefix
 from dream_ext.vision import choose_rows, watch_visual_mass
 
 
@@ -36,12 +37,12 @@ class Prefill:
     padding: Tensor | None
     plain_head: bool
 
-    def sees(self, length: int) -> Tensor:
-        """(length,) bool: which of the first `length` cache slots a node may attend to."""
+    def sees(self, length: int, nodes: int) -> Prefix:
+        """What a tree of ``nodes`` behind the first ``length`` cache slots sees of them."""
         sees = torch.ones(length, dtype=torch.bool, device=self.adapter.device)
         if self.padding is not None:
             sees[: self.padding.numel()] = self.padding
-        return sees
+        return Prefix.of(sees, nodes)
 
 
 def run_prefill(

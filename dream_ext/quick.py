@@ -95,7 +95,8 @@ def _subclass(cls: type, **methods: Callable) -> type:
 @cache
 def _quick_norm(cls: type) -> type:
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not has_kernel(hidden_states) or hidden_states.dtype != self.weight.dtype:
+        fits = has_kernel("rms_norm", hidden_states) and hidden_states.dtype == self.weight.dtype
+        if torch.is_grad_enabled() or not fits:
             return cls.forward(self, hidden_states)
         return run_norm(hidden_states, self.weight, self.variance_epsilon, True)
 
@@ -137,7 +138,7 @@ class _Plan:
 
 def _plan(module: nn.Module, x: Tensor, make: Callable[[Any], _Plan]) -> Any | None:
     """The module's plan when it serves the input ``x``."""
-    if torch.is_grad_enabled() or not has_kernel(x) or torch.is_autocast_enabled("cpu"):
+    if torch.is_grad_enabled() or not has_kernel("block_step", x) or torch.is_autocast_enabled("cpu"):
         return None
     if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
         return None

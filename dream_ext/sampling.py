@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from dream_ext.ops._border import has_kernel, unit_stride
+from dream_ext.ops._native import on_cuda
 from dream_ext.ops.verify_tree import run_verify
 from dream_ext.tree import Tree
 
@@ -100,7 +101,7 @@ def walk(tree: Tree, logits: Tensor, emitter: Emitter, path: list[int]) -> None:
             tokens are exactly those of the text that the target has forwarded: the token emitted last is never among
             them.
     """
-    if emitter.argmax_alone and has_kernel(logits):
+    if emitter.argmax_alone and has_kernel("verify_tree", logits) and not on_cuda(logits.device):
         _walk_argmax(tree, logits, emitter, path)
         return
     node: int | None = 0

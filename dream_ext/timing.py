@@ -17,9 +17,12 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's queue; nothing to wait for on a CPU."""
+    """Wait for what this thread has queued on the device; nothing to wait for on a CPU.
+
+    Of one stream, because waiting for the whole device would break another thread's graph capture.
+    """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
 
 
 class TokenClock(StoppingCriteria):
@@ -85,7 +88,9 @@ def timed_answer(
 ) -> Answer:
     """Run `generate(**inputs, **options)` for one sequence with the global generator at `seed`, and time it.
 
-    `generate` is `target.generate` or `Decoder.generate`; `read_stats` is called after it. Input ids (1, prompt).
+    `generate` is `target.generate` or `Decoder.generate`; `read_stats` is called after it and needed for the latter:
+    its forwards are read from there, where others' are counted by a hook, which a CUDA graph does not run. Input ids
+    (1, prompt).
     """
     prompt_ids = inputs["input_ids"]
     if prompt_ids.shape[0] != 1:
@@ -98,7 +103,7 @@ def timed_answer(
         nonlocal forwards
         forwards += 1
 
-    hook = target.get_decoder().register_forward_hook(count)
+    watched = [] if read_stats is not None else [target.get_decoder().register_forward_hook(count)]
     try:
         torch.manual_seed(seed)
         synchronize(device)
@@ -107,10 +112,12 @@ def timed_answer(
         synchronize(device)
         end = time.perf_counter()
     finally:
-        hook.remove()
+        for hook in watched:
+            hook.remove()
     ids = (out if isinstance(out, torch.Tensor) else out.sequences)[0, length:].tolist()
     if not clock.marks:
         raise RuntimeError("timed_answer: generate never called the stopping criteria; its tokens cannot be timed")
+    stats = read_stats() if read_stats is not None else None
     first_tokens, first_time = clock.marks[0]
     times = [stamp for _, stamp in clock.marks]
     # The end of the call, not the last stamp: work after the last token belongs to the answer on every path.
@@ -120,8 +127,8 @@ def timed_answer(
         decode_s=end - first_time,
         total_s=end - start,
         first_tokens=min(first_tokens, len(ids)),
-        forwards=forwards,
+        forwards=stats["target_forwards"] if stats else forwards,
         rng=_generator_state(device),
         gaps_s=[after - before for before, after in itertools.pairwise(times)],
-        stats=read_stats() if read_stats is not None else None,
+        stats=stats,
     )

@@ -60,6 +60,10 @@ class Tree:
         """(N, N) bool: row i may attend to node j."""
         return unpack_bits(self.ancestors, self.nodes)
 
+    def to(self, device: torch.device | str) -> Tree:
+        """The same tree on ``device``."""
+        return Tree(*(part.to(device) for part in (self.tokens, self.parents, self.depth, self.ancestors)))
+
     @staticmethod
     def root(token: int) -> Tree:
         """A tree of one node: verifying it is a plain decoding step."""

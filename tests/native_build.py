@@ -33,11 +33,12 @@ def compiler(*names: str, mend: str = "install g++") -> str:
 
 
 def run_compiler(command: Iterable[str]) -> None:
-    """One compiler call; a failure raises with its first error."""
+    """One compiler call; a failure raises with its first error, or the linker's."""
     done = subprocess.run([*command], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.splitlines()
-        raise RuntimeError(next((line for line in lines if "error" in line), "\n".join(lines[-3:])))
+        telling = (line for line in lines if re.search("error:|undefined|multiple def", line))
+        raise RuntimeError(next(telling, "\n".join(lines[-3:])))
 
 
 def build_library(source: Path, out: Path, flags: Iterable[str]) -> Path:

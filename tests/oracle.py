@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from dream_ext.context import DraftContext
+from dream_ext.rounds import Rounds
 from dream_ext.tree import Tree
 
 
@@ -53,6 +54,28 @@ def oracle_drafts(monkeypatch, text: list[int], vocab: int = 150, seed: int = 0,
         drafted.append(random_tree(rng, root, truth, vocab, nodes))
         return drafted[-1]
 
+    original_on_device = Rounds._draft
+
+    def draft_on_device(self):
+        original_on_device(self)
+        start, depth = int(self.length) + 1, self.kind.shape.depth  # the root's index in the text is `length`
+        root = int(self.tokens[int(self.count) - 1])
+        truth = text[start : start + depth] if text[start - 1] == root else []
+        self.tree = of_size(rng, random_tree(rng, root, truth, vocab, self.nodes), vocab, self.nodes, depth)
+        drafted.append(self.tree)
+
     with monkeypatch.context() as patch:
         patch.setattr(DraftContext, "draft", draft)
+        patch.setattr(Rounds, "_draft", draft_on_device)
         yield drafted
+
+
+def of_size(rng: random.Random, tree: Tree, vocab: int, nodes: int, depth: int) -> Tree:
+    """The tree without what is deeper than ``depth`` or beyond ``nodes``, filled up to ``nodes``: on a device the size
+    of a tree never changes."""
+    keep = [i for i in range(tree.nodes) if int(tree.depth[i]) <= depth][:nodes]
+    tokens, parents = tree.tokens[keep].tolist(), [-1, *(keep.index(int(tree.parents[i])) for i in keep[1:])]
+    while len(tokens) < nodes:
+        tokens.append(rng.randrange(3, vocab))
+        parents.append(0)
+    return Tree.from_parents(torch.tensor(tokens), torch.tensor(parents))

@@ -64,7 +64,7 @@ ADDRESS = Sanitizer(
         Fault("rms_norm", "i + kSums * kLanes <= size", "i < size", "AddressSanitizer: "),
         Fault("rms_norm", "store_scalar(y + i,", "store_scalar(y + i + 1,", "AddressSanitizer: "),
         Fault("rank_tree", "uint64_t{1} << node", "1 << node", "runtime error: shift exponent", every_isa=False),
-        Fault("block_project", "store(y + half + d, c + e)", "store(y + half + d + 1, c + e)", "AddressSanitizer: "),
+        Fault("block_project", "call.table_row, size, y)", "call.table_row, size, y + 1)", "AddressSanitizer: "),
         Fault("block_merge", "tail[2], (size - i) *", "tail[2], kLanes *", "AddressSanitizer: "),
         Fault("verify_tree", "if (end - i == kBlock)", "if (end > i)", "AddressSanitizer: "),
         Fault("sample_tree", "if (end - i == kBlock)", "if (end > i)", "AddressSanitizer: "),

@@ -6,9 +6,8 @@ import random
 
 import pytest
 import torch
-from conftest import random_drafter
 from oracle import oracle_drafts
-from tiny import build_llama
+from tiny import build_llama, random_drafter
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper
 

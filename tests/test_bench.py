@@ -7,8 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import IMAGE, build_llava
+from tiny import IMAGE, build_llava, random_drafter
 
 from dream_ext import bench_report, parting
 from dream_ext.bench import METHODS, Bench, Loaded, Settings, check_methods, generate_options, make_runner

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llama, build_llava
+from tiny import build_llama, build_llava, random_drafter
 from tiny_folder import save_pictures, save_target, use_as_demo
 
 from dream_ext import cli

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import random_drafter
 from oracle import oracle_drafts
-from tiny import build_llava
+from tiny import build_llava, random_drafter
 
 from dream_ext import Decoder, TreeShape
 from dream_ext.draft_state import DraftState

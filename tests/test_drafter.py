@@ -52,7 +52,8 @@ def make(config: DrafterConfig, dtype: torch.dtype, seed: int = 0) -> Drafter:
 def fake_adapter(config: DrafterConfig, dtype: torch.dtype, bias: bool = False) -> SimpleNamespace:
     head = nn.Linear(config.hidden_size, config.vocab_size, bias=bias).to(dtype)
     embed = nn.Embedding(config.vocab_size, config.hidden_size).to(dtype)
-    return SimpleNamespace(hidden_size=config.hidden_size, vocab_size=config.vocab_size, lm_head=head, embed=embed)
+    sizes = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+    return SimpleNamespace(**sizes, lm_head=head, embed=embed, placeholder_ids=())
 
 
 @pytest.mark.parametrize(

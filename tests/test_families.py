@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import random_drafter
 from oracle import oracle_drafts
-from tiny import build_llava, build_llava_next, build_pixtral, build_text
+from tiny import build_llava, build_llava_next, build_pixtral, build_text, random_drafter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext import Decoder, TreeShape, UnsupportedTarget
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.families import OUTER_MODELS, TEXT_MASKS
 from dream_ext.tree import Tree
-from dream_ext.verify import attend
+from dream_ext.verify import Prefix, attend
 
 BUILDERS = {
     "llava": lambda: build_llava(images=2),
@@ -61,7 +60,7 @@ def test_a_layer_that_asks_for_more_than_a_tree_knows():
     model, _ = build_llava()
     adapter, tree = TargetAdapter(model), Tree.root(5)
     layer, rows = adapter.layers[0].self_attn, torch.zeros(1, 2, 1, 16)
-    with attend(adapter, tree, torch.ones(0, dtype=torch.bool)):
+    with attend(adapter, tree, Prefix.of(torch.ones(0, dtype=torch.bool), 1)):
         function = ALL_ATTENTION_FUNCTIONS["sdpa"]
         assert function(layer, rows, rows, rows, None)[0].shape == (1, 1, 2, 16)
         with pytest.raises(UnsupportedTarget, match="layer 0 attends with softcap"):

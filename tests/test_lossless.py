@@ -6,19 +6,27 @@ import threading
 
 import pytest
 import torch
-from conftest import random_drafter
 from oracle import oracle_drafts
-from tiny import VOCAB, build_llama, build_llava
+from tiny import VOCAB, build_llama, build_llava, random_drafter
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from dream_ext import Decoder, TreeShape, attach, sampling
+from dream_ext import Decoder, TreeShape, attach, decode, device_decode, sampling
 from dream_ext import cache as kv
+from dream_ext.rounds import Rounds
 
 SHAPE = TreeShape(width=3, depth=5, nodes=12)
 NEW = 40
+
+
+@pytest.fixture(autouse=True, params=["cpu", "device"])
+def loop(request, monkeypatch):
+    """Every test runs with the loop of a CPU and with that of a device, here with the operators' kernels for a CPU."""
+    if request.param == "device":
+        monkeypatch.setattr(decode, "on_cuda", lambda device: True)
+    return request.param
 
 
 def plain(model, inputs, seed=None, **kwargs):
@@ -128,8 +136,17 @@ def test_cache_equals_a_rebuilt_one(stop, llava, monkeypatch):
         original(cache, start, path)
         rounds.append([(x.keys.clone(), x.values.clone()) for x in cache.layers])
 
+    original_on_device = Rounds._keep
+
+    def checked_on_device(self):
+        original_on_device(self)
+        held = slice(int(self.length))
+        layers = [(layer.key_buffer, layer.value_buffer) for layer in self.cache.layers]
+        rounds.append([tuple(x[:, :, held].clone() for x in layer) for layer in layers])
+
     with monkeypatch.context() as patch:
         patch.setattr(kv, "keep", checked)
+        patch.setattr(Rounds, "_keep", checked_on_device)
         got, _, _ = ours(model, inputs, drafter, monkeypatch, ids(base), **kwargs)
     assert len(rounds) >= 3, "too few rounds for the test to have power"
     sequence = got.sequences
@@ -326,13 +343,18 @@ def test_two_threads_one_target(llava):
     assert results == {name: [ids(want)] * 3 for name, _ in jobs}
 
 
-def test_other_attention_and_dtypes(monkeypatch):
-    """Eager attention adds its mask: a boolean one would be silently wrong.  float64 for a sharper comparison."""
+def test_other_attention_and_dtypes(loop, monkeypatch):
+    """Eager attention adds its mask: a boolean one would be silently wrong.  float64 for a sharper comparison, where a
+    drafter may have it."""
     model, inputs = build_llama(seed=4)
     drafter = random_drafter(model)
     for attention, dtype in (("eager", torch.float32), ("sdpa", torch.float64)):
         model.set_attn_implementation(attention)
         model.to(dtype)
+        if loop == "device" and dtype == torch.float64:
+            with pytest.raises(ValueError, match=r"float64 .* on a GPU"):
+                Decoder(model, drafter.to(dtype)).generate(**inputs, max_new_tokens=3)
+            continue
         want, _ = plain(model, inputs, do_sample=False, max_new_tokens=NEW)
         got, _, stats = ours(
             model, inputs, drafter.to(dtype), monkeypatch, ids(want), do_sample=False, max_new_tokens=NEW
@@ -382,6 +404,13 @@ def raw_bonus_walk(tree, logits, emitter, path):
         node = child
 
 
+def raw_sampled(accept, rounds, emitter, sampler):
+    """The same bug where all choices are made at once: from the unprocessed softmax."""
+    processors, emitter.processors = emitter.processors, LogitsProcessorList()
+    accept(rounds, emitter, sampler)
+    emitter.processors = processors
+
+
 def test_the_same_seed_test_catches_a_raw_bonus(llava, monkeypatch):
     """Put the bug back: the equality above must break."""
     model, inputs, drafter = llava
@@ -389,6 +418,8 @@ def test_the_same_seed_test_catches_a_raw_bonus(llava, monkeypatch):
     want, _ = plain(model, inputs, 7, **kwargs)
     with monkeypatch.context() as patch:
         patch.setattr("dream_ext.decode.walk", raw_bonus_walk)
+        original = device_decode._accept_sampled
+        patch.setattr(device_decode, "_accept_sampled", lambda *args: raw_sampled(original, *args))
         got, _, _ = ours(model, inputs, drafter, monkeypatch, ids(want), 7, **kwargs)
     assert ids(got) != ids(want)
     assert sampling.walk is not raw_bonus_walk

@@ -8,9 +8,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import random_drafter
 from oracle import oracle_drafts
-from tiny import build_llama, build_llava
+from tiny import build_llama, build_llava, random_drafter
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

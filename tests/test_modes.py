@@ -6,8 +6,7 @@ import copy
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llava
+from tiny import build_llava, random_drafter
 from transformers import StaticCache
 
 from dream_ext import Decoder, DrafterMismatch, TreeShape, UnsupportedMode, UnsupportedTarget, attach

@@ -6,8 +6,7 @@ import threading
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llama, build_llava
+from tiny import build_llama, build_llava, random_drafter
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from dream_ext import Decoder, TreeShape, noise

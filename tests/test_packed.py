@@ -12,8 +12,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llama, build_llava
+from tiny import build_llama, build_llava, random_drafter
 from torch import nn
 
 from dream_ext import Decoder, TreeShape, attach, packed

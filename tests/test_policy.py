@@ -6,8 +6,7 @@ import json
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llava
+from tiny import build_llava, random_drafter
 
 from dream_ext import Decoder, Drafter, TreeShape, policy
 from dream_ext.policy import Costs, Yield, choose, read_calibration

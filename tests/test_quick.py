@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from conftest import random_drafter
-from tiny import build_llama, build_text
+from tiny import build_llama, build_text, random_drafter
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

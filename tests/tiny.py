@@ -20,6 +20,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from dream_ext.drafter import Drafter, DrafterConfig
+from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.fingerprint import fingerprint
+
 IMAGE, VOCAB = 190, 199
 
 
@@ -167,3 +171,10 @@ def narrow_llama():
         head_dim=8,
     )
     return LlamaForCausalLM(config).eval()
+
+
+def random_drafter(model, **changes) -> Drafter:
+    """An untrained drafter of the target's sizes."""
+    torch.manual_seed(0)
+    config = DrafterConfig.for_target(TargetAdapter(model), fingerprint(model), **changes)
+    return Drafter(config).eval().to(next(model.parameters()).dtype)

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_drafter
 from PIL import Image
-from tiny import IMAGE, VOCAB, build_llava
+from tiny import IMAGE, VOCAB, build_llava, random_drafter
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit

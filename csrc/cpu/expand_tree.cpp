@@ -55,10 +55,11 @@ DREAM_INLINE bool add_block(Row& row, const T* x, int64_t first, int64_t valid) 
   return true;
 }
 
-// One row, each logit read once; false when it holds NaN or +inf. The row of `cumulative` is the list of top logits meanwhile.
+// One row of all sequences', each logit read once; false when it holds NaN or +inf. The row of `cumulative` is the list of top
+// logits meanwhile.
 template <class T>
 DREAM_INLINE bool expand_row(const ExpandTree& call, int64_t index) {
-  const T* x = static_cast<const T*>(call.logits) + index * call.row_stride;
+  const T* x = static_cast<const T*>(call.logits) + index / call.rows * call.batch_stride + index % call.rows * call.row_stride;
   Row row{call.cumulative + index * call.width, call.tokens + index * call.width, 0, call.width, kNegInf, {}};
   int64_t i = 0;
   for (; i + kBlock <= call.vocab; i += kBlock)
@@ -82,19 +83,23 @@ static bool expand_any(const ExpandTree& call, int64_t row) {
 }
 
 int64_t expand_tree(const ExpandTree& call) {  // the first row refused, or -1
-  int64_t refused = call.rows;
+  const int64_t rows = call.batch * call.rows;
+  int64_t refused = rows;
 #pragma omp parallel for num_threads(call.threads) schedule(static) reduction(min : refused) \
-    if (call.threads > 1 && call.rows > 1 && call.rows * call.vocab >= kParallelLogits)
-  for (int64_t row = 0; row < call.rows; ++row)
+    if (call.threads > 1 && rows > 1 && rows * call.vocab >= kParallelLogits)
+  for (int64_t row = 0; row < rows; ++row)
     if (!expand_any(call, row) && row < refused) refused = row;
-  if (refused < call.rows) return refused;
+  if (refused < rows) return refused;
 
-  if (call.rows == 0) return -1;
+  if (rows == 0) return -1;
   Scratch values(call.width);
-  int64_t count = 0;
-  for (int64_t i = 0; i < call.rows * call.width; ++i)
-    if (count < call.width || call.cumulative[i] > values.data[call.width - 1])
-      insert(values.data, call.best, count, call.width, call.cumulative[i], i);
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const float* cumulative = call.cumulative + b * call.rows * call.width;
+    int64_t count = 0;
+    for (int64_t i = 0; i < call.rows * call.width; ++i)
+      if (count < call.width || cumulative[i] > values.data[call.width - 1])
+        insert(values.data, call.best + b * call.width, count, call.width, cumulative[i], i);
+  }
   return -1;
 }
 
@@ -107,7 +112,7 @@ int64_t expand_tree(const ExpandTree& call) {  // the first row refused, or -1
 DREAM_DISPATCH(int64_t, expand_tree, const ExpandTree&)
 
 void dream::expand_tree_cpu(const ExpandTree& call) {
-  for (int64_t row = 0; row < call.rows; ++row)
+  for (int64_t row = 0; row < call.batch * call.rows; ++row)
     if (std::isnan(call.scores[row]))
       throw std::invalid_argument("expand_tree: scores: wanted numbers, got NaN at " + std::to_string(row));
   const int64_t refused = expand_tree_dispatch(call);

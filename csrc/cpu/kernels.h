@@ -5,12 +5,14 @@
 #include "dream/rms_norm.h"
 #include "dream/rounded_linear.h"
 #include "dream/skinny_linear.h"
+#include "dream/tree_attention.h"
 
 namespace dream::DREAM_ISA {
 
 int rms_norm(const RmsNorm& call);
 int skinny_linear(const SkinnyLinear& call);
 int rounded_linear(const RoundedLinear& call);
+int tree_attention(const TreeAttention& call);
 
 // y (rows, layer.out), rows y_row apart, from contiguous x (rows, in).
 template <class T>

@@ -60,9 +60,10 @@ static std::invalid_argument refusal(const std::string& wanted, const std::strin
   return std::invalid_argument("sample_tree: " + wanted + ", got " + got);
 }
 
-static void check_depth(const SampleTree& call) {
+static void check_depth(const SampleTree& call, int64_t sequence) {
+  const int64_t *depth = call.depth + sequence * call.nodes, *parents = call.parents + sequence * call.nodes;
   for (int64_t i = 0; i < call.nodes; ++i) {
-    const int64_t wanted = i == 0 ? 0 : call.depth[call.parents[i]] + 1, got = call.depth[i];
+    const int64_t wanted = i == 0 ? 0 : depth[parents[i]] + 1, got = depth[i];
     if (got != wanted) throw refusal("depth: wanted " + std::to_string(wanted) + " at " + std::to_string(i), std::to_string(got));
     if (got >= call.levels)
       throw refusal("noise: wanted a row for every depth, the greatest of them at least " + std::to_string(got),
@@ -70,11 +71,11 @@ static void check_depth(const SampleTree& call) {
   }
 }
 
-[[noreturn]] static void refuse(const SampleTree& call, int64_t node, const SampleRow& row) {
+[[noreturn]] static void refuse(int64_t node, int64_t depth, const SampleRow& row) {
   for (int64_t i = 0; i < row.vocab; ++i) {
     const float p = row.probabilities[i], e = row.noise[i];
     const std::string at = " at column " + std::to_string(i) + " of row ";
-    if (!(e > 0)) throw refusal("noise: wanted positive numbers", std::to_string(e) + at + std::to_string(call.depth[node]));
+    if (!(e > 0)) throw refusal("noise: wanted positive numbers", std::to_string(e) + at + std::to_string(depth));
     if (!(p >= 0 && std::isfinite(p)))
       throw refusal("probabilities: wanted finite numbers of at least 0", std::to_string(p) + at + std::to_string(node));
   }
@@ -85,15 +86,21 @@ int64_t sample_row_cpu(const float* probabilities, const float* noise, int64_t v
   return sample_row_dispatch({probabilities, noise, vocab});
 }
 
-void sample_tree_cpu(SampleTree& call) {
-  check_parents("sample_tree", call.parents, call.nodes);
-  check_depth(call);
-  walk(call, [&](int64_t node) {
-    const SampleRow row{call.probabilities + node * call.row_stride, call.noise + call.depth[node] * call.noise_stride, call.vocab};
-    const int64_t token = sample_row_dispatch(row);
-    if (token < 0) refuse(call, node, row);
-    return token;
-  });
+void sample_tree_cpu(const SampleTree& call) {
+  for (int64_t b = 0; b < call.batch; ++b) {
+    check_parents("sample_tree", call.parents + b * call.nodes, call.nodes);
+    check_depth(call, b);
+  }
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const float *probabilities = call.probabilities + b * call.batch_stride, *noise = call.noise + b * call.noise_batch_stride;
+    walk(call, b, [&](int64_t node) {
+      const int64_t depth = call.depth[b * call.nodes + node];
+      const SampleRow row{probabilities + node * call.row_stride, noise + depth * call.noise_row_stride, call.vocab};
+      const int64_t token = sample_row_dispatch(row);
+      if (token < 0) refuse(node, depth, row);
+      return token;
+    });
+  }
 }
 
 }  // namespace dream

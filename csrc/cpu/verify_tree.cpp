@@ -47,12 +47,15 @@ int64_t best_token(const Logits& call) {
 
 DREAM_DISPATCH(int64_t, best_token, const Logits&)
 
-void dream::verify_tree_cpu(VerifyTree& call) {
-  check_parents("verify_tree", call.parents, call.nodes);
-  const int64_t row_bytes = call.row_stride * (call.dtype == Dtype::f32 ? 4 : 2);
-  walk(call, [&](int64_t node) {
-    if (call.choices) return call.choices[node];
-    return best_token_dispatch({static_cast<const char*>(call.logits) + node * row_bytes, call.dtype, call.vocab});
-  });
+void dream::verify_tree_cpu(const VerifyTree& call) {
+  const int64_t bytes = call.dtype == Dtype::f32 ? 4 : 2;
+  for (int64_t b = 0; b < call.batch; ++b) check_parents("verify_tree", call.parents + b * call.nodes, call.nodes);
+  for (int64_t b = 0; b < call.batch; ++b) {
+    const char* logits = static_cast<const char*>(call.logits) + b * call.batch_stride * bytes;
+    walk(call, b, [&](int64_t node) {
+      if (call.choices) return call.choices[b * call.nodes + node];
+      return best_token_dispatch({logits + node * call.row_stride * bytes, call.dtype, call.vocab});
+    });
+  }
 }
 #endif

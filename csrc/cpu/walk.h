@@ -1,5 +1,6 @@
 // What the two acceptance operators share.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -14,19 +15,21 @@ inline void check_parents(const char* op, const int64_t* parents, int64_t nodes)
                                   std::to_string(i) + ", got " + std::to_string(parents[i]));
 }
 
-// Fills path, length and bonus; `choose(node)` is the token after a node, asked for the nodes of the path only.
+// Fills path, length and bonus of one sequence; `choose(node)` is the token after a node, asked for the nodes of the path only.
 template <class Call, class Choose>
-void walk(Call& call, Choose choose) {
-  int64_t last = 0;
-  call.path[0] = 0;
-  call.length = 1;
-  call.bonus = choose(int64_t{0});
+void walk(const Call& call, int64_t sequence, Choose choose) {
+  const int64_t *tokens = call.tokens + sequence * call.nodes, *parents = call.parents + sequence * call.nodes;
+  int64_t *path = call.path + sequence * call.nodes, last = 0, length = 1, chosen = choose(int64_t{0});
+  path[0] = 0;
   // Children come after their parent, so one pass over the nodes finds the whole path.
   for (int64_t i = 1; i < call.nodes; ++i)
-    if (call.parents[i] == last && call.tokens[i] == call.bonus) {
-      call.path[call.length++] = last = i;
-      call.bonus = choose(i);
+    if (parents[i] == last && tokens[i] == chosen) {
+      path[length++] = last = i;
+      chosen = choose(i);
     }
+  call.length[sequence] = length;
+  call.bonus[sequence] = chosen;
+  std::fill(path + length, path + call.nodes, int64_t{-1});
 }
 
 }  // namespace dream

@@ -1,14 +1,11 @@
-// Makes a device's primary context current for one call, through the driver: cudaSetDevice would create a context on device
-// 0 when it restores. The driver's functions are looked up at run time, so that the module loads without a driver.
+// The CUDA border of every kernel's launcher: `const OnDevice current(device)`, launches, `check_launch(op)`.
 #pragma once
-#include <cuda.h>
-#include <cuda_runtime_api.h>
-
-#include <mutex>
 #include <stdexcept>
 #include <string>
 
 #include "cuda/device.h"
+#include "cuda/simt.cuh"
+#include "dream/types.h"
 
 #ifdef CUDA_API_PER_THREAD_DEFAULT_STREAM
 #error "torch works on the legacy default stream: build without per-thread default streams"
@@ -16,52 +13,57 @@
 
 namespace dream {
 
-inline void check_cuda(const char* op, cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(op) + ": CUDA: " + cudaGetErrorString(error));
-}
-
-template <class Function>
-Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  check_cuda(name, cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &result));
-  if (result != cudaDriverEntryPointSuccess) throw std::runtime_error(std::string("the CUDA driver has no ") + name);
-  return reinterpret_cast<Function>(function);
-}
-
+// Makes a device's primary context current for one call, through the driver: cudaSetDevice would create a context on device 0
+// when it restores. The first call for a device also prepares all kernels there.
 class OnDevice {
  public:
-  explicit OnDevice(int device) {
-    static const auto push = driver_function<CUresult (*)(CUcontext)>("cuCtxPushCurrent");
-    static const auto pop = driver_function<CUresult (*)(CUcontext*)>("cuCtxPopCurrent");
-    check(push(primary(device)), "cuCtxPushCurrent");
-    pop_ = pop;
-  }
-  ~OnDevice() {
-    CUcontext popped;
-    pop_(&popped);
-  }
+  explicit OnDevice(int device);
+  ~OnDevice();
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  CUresult (*pop_)(CUcontext*);
-
-  static void check(CUresult result, const char* what) {
-    if (result != CUDA_SUCCESS) throw std::runtime_error(std::string(what) + ": CUDA driver error " + std::to_string(result));
-  }
-
-  // Retained once a device for the life of the process, as torch does.
-  static CUcontext primary(int device) {
-    constexpr int kDevices = 64;
-    static CUcontext contexts[kDevices];
-    static const auto retain = driver_function<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
-    static std::mutex mutex;
-    const std::lock_guard<std::mutex> locked(mutex);
-    if (device < 0 || device >= kDevices) throw std::runtime_error("CUDA device index out of range");
-    if (!contexts[device]) check(retain(&contexts[device], device), "cuDevicePrimaryCtxRetain");
-    return contexts[device];
-  }
 };
+
+// Registers a function that runs once per device before its first launch, outside of any graph capture: it loads kernels and
+// raises their limits of shared memory by `prepare`.
+struct Prepared {
+  explicit Prepared(void (*prepare)());
+};
+
+// After every launch: throws std::runtime_error with CUDA's words.
+void check_launch(const char* op);
+
+// Loads a kernel, and lets it use this much dynamic shared memory.
+template <class Kernel>
+void prepare(Kernel* kernel, size_t shared_bytes = 0);
+
+#ifdef __CUDACC__
+void check_cuda(const char* what, cudaError_t error);
+template <class Kernel>
+void prepare(Kernel* kernel, size_t shared_bytes) {
+  const auto* function = reinterpret_cast<const void*>(kernel);
+  cudaFuncAttributes loaded;
+  check_cuda("loading a kernel", cudaFuncGetAttributes(&loaded, function));
+  check_cuda("reserving shared memory",
+             cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
+}
+#else
+template <class Kernel>
+void prepare(Kernel* kernel, size_t shared_bytes) {
+  simt::prepare(reinterpret_cast<const void*>(kernel), shared_bytes);
+}
+#endif
+
+// Calls f with a value of the element type.
+template <class Function>
+void with_type(Dtype dtype, Function f) {
+  switch (dtype) {
+    case Dtype::f32: return f(float{});
+    case Dtype::bf16: return f(__nv_bfloat16{});
+    case Dtype::f16: return f(__half{});
+  }
+}
+
+constexpr int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+constexpr int64_t ceil_div(int64_t value, int64_t step) { return (value + step - 1) / step; }
 
 }  // namespace dream

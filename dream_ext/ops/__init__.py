@@ -5,11 +5,13 @@ refused in words.
 All operators are for inference: an input that requires grad under enabled grad is an error.
 """
 
+from . import _compiled  # noqa: F401  registers the operators that torch.compile sees
 from .attention_entropy import attention_entropy, attention_entropy_ref
 from .attention_mass import attention_mass, attention_mass_ref
 from .block_merge import block_merge, block_merge_ref
 from .block_project import block_project, block_project_ref
 from .block_step import block_step, block_step_ref
+from .cross_attention import cross_attention, cross_attention_ref
 from .expand_tree import expand_tree, expand_tree_ref
 from .keep_path import keep_path, keep_path_ref
 from .rank_tree import rank_tree, rank_tree_ref
@@ -34,6 +36,8 @@ __all__ = [
     "block_project_ref",
     "block_step",
     "block_step_ref",
+    "cross_attention",
+    "cross_attention_ref",
     "expand_tree",
     "expand_tree_ref",
     "keep_path",

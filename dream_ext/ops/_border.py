@@ -11,15 +11,37 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-FLOATS = (torch.float32, torch.bfloat16)
+from . import _native
+
+FLOATS = (torch.float32, torch.bfloat16)  # and float16 on CUDA
 FLOAT = (torch.float32,)
 INT64 = (torch.int64,)
 MAX_NODES = 64  # an ancestor mask is one 64-bit word per node
 
 
-def has_kernel(x: Tensor) -> bool:
-    """Whether the floating-point operators have a kernel for a tensor of this device and dtype."""
-    return x.device.type == "cpu" and x.dtype in FLOATS
+# Operators with a CUDA kernel; all have one for the CPU.
+ON_CUDA = frozenset(
+    {
+        "attention_entropy",
+        "attention_mass",
+        "cross_attention",
+        "expand_tree",
+        "keep_path",
+        "rank_tree",
+        "sample_tree",
+        "select_visual",
+        "tree_attention",
+        "verify_tree",
+    }
+)
+
+
+def has_kernel(op: str, x: Tensor) -> bool:
+    """Whether a floating-point operator has a kernel for a tensor of this device and dtype."""
+    if not _native.on_cuda(x.device):
+        return x.device.type == "cpu" and x.dtype in FLOATS
+    built = _native.module is not None and _native.module.build_info()["cuda"]
+    return built and op in ON_CUDA and x.dtype in (*FLOATS, torch.float16)
 
 
 def _words(dtypes: Sequence[torch.dtype]) -> str:
@@ -45,7 +67,8 @@ class Border:
         """A tensor of the given named sizes ("..." as the last name allows more); returns it unchanged."""
         if not isinstance(value, Tensor):
             raise self.refuse(name, "a tensor", type(value).__name__, TypeError)
-        if dtypes is not None and value.dtype not in dtypes:
+        half = dtypes is FLOATS and value.dtype == torch.float16 and _native.on_cuda(value.device)
+        if dtypes is not None and value.dtype not in dtypes and not half:
             raise self.refuse(name, _words(dtypes), _words((value.dtype,)), TypeError)
         if value.layout is not torch.strided:
             raise self.refuse(name, "a dense tensor", value.layout, TypeError)
@@ -80,11 +103,17 @@ class Border:
             raise self.refuse(name, f"{bounds}{meaning}", value)
         return value
 
-    def on_cpu(self) -> None:
+    def kernel(self) -> None:
         """Refuses devices the operator has no kernel for."""
-        if self.device is not None and self.device.type != "cpu":
+        if self.device is None or self.device.type == "cpu":
+            return
+        if self.device.type != "cuda" or self.op not in ON_CUDA:
             kind = "CUDA" if self.device.type == "cuda" else self.device.type
             raise RuntimeError(f"{self.op}: no {kind} kernel for {self.op} yet; use CPU tensors or {self.op}_ref")
+        if not _native.native(self.op).build_info()["cuda"]:
+            raise RuntimeError(
+                f"{self.op}: this build has no CUDA kernels; build them with: {_native.CUDA_BUILD_COMMAND}"
+            )
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._border import FLOATS, Border, unit_stride
-from ._native import native
+from ._native import cuda_stream, native
 from .attention_mass import _check_heads
 
 
@@ -22,17 +22,17 @@ def attention_entropy(q: Tensor, k: Tensor, scale: float) -> Tensor:
         (heads, n) float32 in [0, ln(i + 1)].
 
     One pass in fp32 with running maximum m, Z = sum e^(s-m) and U = sum e^(s-m) (s-m); H = ln Z - U / Z does not cancel
-    as logsumexp - sum(p s) does. Memory is a float32 copy of k, never n x n.
+    as logsumexp - sum(p s) does. Memory is at most a float32 copy of k, never n x n.
     Source: entropy-adaptive selection of DREAM (arXiv 2505.19201).
     """
     border = Border("attention_entropy")
     border.tensor("q", q, FLOATS, "heads", "n", "head_dim")
     border.tensor("k", k, (q.dtype,), "kv_heads", "n", "head_dim")
     _check_heads(border, q, k)
-    border.on_cpu()
+    border.kernel()
     entropy = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     native("attention_entropy").attention_entropy(
-        unit_stride(q), unit_stride(k), float(scale), entropy, torch.get_num_threads()
+        unit_stride(q), unit_stride(k), float(scale), entropy, torch.get_num_threads(), cuda_stream(q.device)
     )
     return entropy
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ._border import FLOATS, INT64, Border, unit_stride
-from ._native import native
+from ._native import cuda_stream, native, workspace
 
 
 def attention_mass(q: Tensor, k: Tensor, row_positions: Tensor, scale: float) -> Tensor:
@@ -21,7 +21,7 @@ def attention_mass(q: Tensor, k: Tensor, row_positions: Tensor, scale: float) ->
     Returns:
         (keys,) float32; the total is heads x rows when every row sees a key.
 
-    Memory is a float32 copy of k and heads x keys floats, never rows x keys.
+    Memory is at most a float32 copy of k and heads x keys floats, never rows x keys.
     Source: DREAM (arXiv 2505.19201), visual token compression.
     """
     border = Border("attention_mass")
@@ -29,10 +29,17 @@ def attention_mass(q: Tensor, k: Tensor, row_positions: Tensor, scale: float) ->
     border.tensor("k", k, (q.dtype,), "kv_heads", "keys", "head_dim")
     border.tensor("row_positions", row_positions, INT64, "rows")
     _check_heads(border, q, k)
-    border.on_cpu()
+    border.kernel()
     mass = torch.empty((k.shape[1],), dtype=torch.float32, device=q.device)
     native("attention_mass").attention_mass(
-        unit_stride(q), unit_stride(k), row_positions.contiguous(), float(scale), mass, torch.get_num_threads()
+        unit_stride(q),
+        unit_stride(k),
+        row_positions.contiguous(),
+        float(scale),
+        mass,
+        torch.get_num_threads(),
+        workspace("attention_mass", q.device, q.shape[0], k.shape[0], q.shape[1], k.shape[1], q.shape[2]),
+        cuda_stream(q.device),
     )
     return mass
 

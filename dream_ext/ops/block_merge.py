@@ -46,7 +46,7 @@ def block_merge(
     border = Border("block_merge")
     border.tensor("x", x, FLOATS, "rows", "hidden")
     border.tensor("attended", attended, (x.dtype,), "rows", "attended")
-    border.on_cpu()
+    border.kernel()
     plan = MergePlan(output, gate_up, down, norm=norm, eps=eps, round_first=round_first, gates=gates)
     if plan.dtype != x.dtype or (output[0].out, output[0].inputs) != (x.shape[1], attended.shape[1]):
         wanted = f"{plan.dtype} (rows, {output[0].out}) and (rows, {output[0].inputs})"

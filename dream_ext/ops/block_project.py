@@ -75,7 +75,7 @@ def block_project(
                 raise border.refuse(name, f"shape (1 or rows={x.shape[0]}, head_dim={head_dim})", tuple(table.shape))
     if (cos is None) != (sin is None):
         raise border.refuse("sin", "a table exactly when there is one of cosines", "one without the other")
-    border.on_cpu()
+    border.kernel()
     options = {"normed": normed, "norm": norm, "eps": eps, "round_first": round_first}
     plan = ProjectPlan(layers, heads, head_dim, q_norm=q_norm, k_norm=k_norm, **options)
     if plan.dtype != x.dtype or plan.inputs != x.shape[1]:

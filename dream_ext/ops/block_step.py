@@ -48,7 +48,7 @@ def block_step(
     border.tensor("values", values, (x.dtype,), "batch", "kv_heads", "slots", "head_dim")
     border.tensor("lengths", lengths, INT64, "batch")
     border.tensor("ancestors", ancestors, INT64, "batch", "nodes")
-    border.on_cpu()
+    border.kernel()
     border.integer("x", x.shape[0], 0, MAX_NODES, " nodes")
     if keys.shape[0] != 1:
         raise border.refuse("keys", "one sequence", f"{keys.shape[0]}")

@@ -34,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, round_first: bool 
         border.tensor("weight", weight, (x.dtype,), "size")
         if weight.shape[0] != x.shape[-1]:
             raise border.refuse("weight", f"shape (size={x.shape[-1]})", tuple(weight.shape))
-    border.on_cpu()
+    border.kernel()
     return run_norm(x, weight, eps, round_first)
 
 

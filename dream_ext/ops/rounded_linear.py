@@ -38,7 +38,7 @@ class RoundedWeight:
         """Round ``weight`` (out, inputs), float32 or bfloat16, to integers in [-127, 127] and pack them."""
         border = Border("rounded_linear")
         border.tensor("weight", weight.detach(), FLOATS, "out", "inputs")
-        border.on_cpu()
+        border.kernel()
         out, inputs = weight.shape
         border.integer("weight", inputs, 0, MAX_INPUTS, " inputs")
         with torch.inference_mode(False), torch.no_grad():  # ordinary tensors, whoever packs

@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from ._border import FLOAT, Border
-from ._native import native
+from ._native import cuda_stream, native
 
 
 def select_visual(scores: Tensor, keep: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Indices of the ``keep`` highest scores, ascending, and the rows of each tensor at them.
 
     Args:
-        scores: (v,) float32, one per visual token (see ``attention_mass``), no NaN.
+        scores: (v,) float32, one per visual token (see ``attention_mass``), no NaN: it raises ValueError on a CPU,
+            and counts as -inf on a GPU, whose scores the host does not read.
         keep: tokens kept, 0 <= keep <= v.
         tensors: each (v, ...), any dtype: embeddings, features, position ids, masks.
 
@@ -27,11 +28,11 @@ def select_visual(scores: Tensor, keep: int, *tensors: Tensor) -> tuple[Tensor, 
     for i, tensor in enumerate(tensors):
         border.tensor(f"tensors[{i}]", tensor, None, "v", "...")
     border.integer("keep", keep, 0, scores.shape[0], " (the number of scores)")
-    border.on_cpu()
+    border.kernel()
     indices = torch.empty((keep,), dtype=torch.int64, device=scores.device)
     gathered = tuple(torch.empty((keep, *t.shape[1:]), dtype=t.dtype, device=scores.device) for t in tensors)
     native("select_visual").select_visual(
-        scores.contiguous(), indices, tuple(t.contiguous() for t in tensors), gathered
+        scores.contiguous(), indices, tuple(t.contiguous() for t in tensors), gathered, cuda_stream(scores.device)
     )
     return indices, *gathered
 

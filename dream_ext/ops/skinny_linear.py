@@ -36,7 +36,7 @@ class PackedWeight:
         """Pack ``weight`` (out, inputs), float32 or bfloat16; every bit is kept."""
         border = Border("skinny_linear")
         border.tensor("weight", weight, FLOATS, "out", "inputs")
-        border.on_cpu()
+        border.kernel()
         out, inputs = weight.shape
         unit = 2 if weight.dtype == torch.bfloat16 else 1
         size = -(-out // PANEL) * PANEL * (-(-inputs // unit) * unit)
@@ -91,7 +91,7 @@ def check_linear(op: str, x: Tensor, weight, dtype: torch.dtype, bias: Tensor | 
         if bias.shape[0] != weight.out:
             raise border.refuse("bias", f"shape (out={weight.out})", tuple(bias.shape))
         bias = bias.contiguous()
-    border.on_cpu()
+    border.kernel()
     return bias
 
 

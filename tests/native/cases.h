@@ -36,6 +36,7 @@ void attention_mass();
 void block_merge();
 void block_project();
 void block_step();
+void cross_attention();
 void expand_tree();
 void keep_path();
 void rank_tree();

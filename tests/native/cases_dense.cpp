@@ -8,7 +8,7 @@
 #include "dream/rms_norm.h"
 #include "dream/rounded_linear.h"
 #include "dream/skinny_linear.h"
-#include "dream/tree_attention.h"
+#include "dream/cross_attention.h"
 
 namespace check {
 
@@ -210,6 +210,52 @@ void tree_attention() {
       one_tree_attention(dtype, 1, {4, 2, 8, 8, 513, 64, 0, true, cap});
     }
   }
+}
+
+// The same bits as rms_norm and tree_attention one after the other: without tables, and with one that turns by nothing.
+static void one_cross_attention(Dtype dtype, int64_t batch, int64_t heads, int64_t kv_heads, int64_t nodes, int64_t head_dim) {
+  at("cross_attention", size_of(dtype), batch, heads, kv_heads, nodes, head_dim);
+  const int64_t item = size_of(dtype), row = head_dim + 1, slots = 40, rows = batch * heads * nodes;
+  Tensor q(item, {batch, heads, nodes, head_dim}, {heads * nodes * row + 3, nodes * row, row, 1});
+  Tensor normed(item, {batch, heads, nodes, head_dim});
+  Tensor k(item, {batch, kv_heads, slots, head_dim}), v(item, {batch, kv_heads, slots, head_dim}), norm(item, {head_dim});
+  Tensor lengths(8, {batch}), ancestors(8, {batch, nodes}), cos(item, {batch, nodes, head_dim}, {nodes * row, row, 1});
+  Tensor sin(item, {batch, nodes, head_dim}, {nodes * row, row, 1});
+  q.random(dtype), k.random(dtype), v.random(dtype), norm.random(dtype);
+  for (int64_t b = 0; b < batch; ++b) lengths.set<int64_t>(b, 33 - 7 * b);
+  for (int64_t i = 0; i < ancestors.size(); ++i) ancestors.set<uint64_t>(i, uint64_t{1} << i % 5);
+  for (int64_t r = 0; r < batch * heads; ++r) {
+    const char* from = q.data<char>() + (r / heads * (heads * nodes * row + 3) + r % heads * nodes * row) * item;
+    char* to = normed.data<char>() + r * nodes * head_dim * item;
+    if (nodes) dream::rms_norm_cpu({from, norm.data(), dtype, nodes, head_dim, row, 1e-5f, false, to});
+  }
+  const auto run = [&](int threads, bool tables, bool apart) {
+    Tensor out(item, {batch, nodes, heads, head_dim});
+    dream::CrossAttention call{};
+    dream::TreeAttention& a = call.attention;
+    a.q = q.data(), a.k = k.data(), a.v = v.data(), a.dtype = dtype, a.batch = batch, a.heads = heads, a.kv_heads = kv_heads;
+    a.nodes = nodes, a.tree = 5, a.slots = slots, a.head_dim = head_dim, a.lengths = lengths.data<int64_t>();
+    a.q_batch = heads * nodes * row + 3, a.q_head = nodes * row, a.q_row = row, a.scale = 0.2f, a.out = out.data(), a.threads = threads;
+    a.k_batch = a.v_batch = kv_heads * slots * head_dim, a.k_head = a.v_head = slots * head_dim, a.k_row = a.v_row = head_dim;
+    a.ancestors = ancestors.data<uint64_t>(), call.q_norm = norm.data(), call.eps = 1e-5f;
+    if (tables) call.cos = cos.data(), call.sin = sin.data(), call.table_batch = nodes * row, call.table_row = row;
+    if (apart) a.q = normed.data(), a.q_batch = heads * nodes * head_dim, a.q_head = nodes * head_dim, a.q_row = head_dim;
+    apart ? dream::tree_attention_cpu(a) : dream::cross_attention_cpu(call);
+    return out.require_finite(dtype).bits();
+  };
+  for (int64_t i = 0; i < cos.size(); ++i) cos.set_float(dtype, i, 1.f), sin.set_float(dtype, i, 0.f);
+  const std::string apart = run(1, false, true);
+  require(run(1, false, false) == apart, "other bits than those of norm and attention");
+  require(run(1, true, false) == apart, "a rotation by nothing turns");
+  cos.random(dtype), sin.random(dtype);
+  require(rows == 0 || run(1, true, false) != apart, "no rotation");
+  every_thread_count([&](int threads) { return run(threads, true, false); });
+}
+
+void cross_attention() {
+  for (const Dtype dtype : kDtypes)
+    for (const int64_t nodes : {0, 1, 5, 17})
+      for (const int64_t head_dim : {2, 6, 34, 64}) one_cross_attention(dtype, 1 + nodes % 3, 4, nodes % 2 ? 2 : 4, nodes, head_dim);
 }
 
 }  // namespace check

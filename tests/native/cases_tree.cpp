@@ -24,7 +24,7 @@ static void one_expand_tree(Dtype dtype, int64_t rows, int64_t vocab, int64_t wi
     Tensor tokens(8, {rows, width}), cumulative(4, {rows, width}), best(8, {rows ? width : 0});
     dream::ExpandTree call{};
     call.logits = logits.data(), call.dtype = dtype, call.scores = scores.data<float>();
-    call.rows = rows, call.vocab = vocab, call.row_stride = vocab + gap, call.width = width;
+    call.batch = 1, call.rows = rows, call.vocab = vocab, call.row_stride = vocab + gap, call.width = width;
     call.tokens = tokens.data<int64_t>(), call.cumulative = cumulative.data<float>(), call.best = best.data<int64_t>();
     call.threads = threads;
     dream::expand_tree_cpu(call);
@@ -74,7 +74,7 @@ void rank_tree() {
         Tensor picked(8, {picks}), above_node(8, {picks + 1}), depth(8, {picks + 1}), ancestors(8, {picks + 1});
         dream::RankTree call{};
         call.scores = scores.data<float>(), call.parent_candidates = above.data<int64_t>();
-        call.candidates = candidates, call.picks = picks, call.picked = picked.data<int64_t>();
+        call.batch = 1, call.candidates = candidates, call.picks = picks, call.picked = picked.data<int64_t>();
         call.parents = above_node.data<int64_t>(), call.depth = depth.data<int64_t>();
         call.ancestors = ancestors.data<int64_t>();
         dream::rank_tree_cpu(call);
@@ -88,18 +88,36 @@ void rank_tree() {
       }
 }
 
+// What an acceptance operator writes for one sequence.
+struct Taken {
+  explicit Taken(int64_t nodes) : path(8, {nodes}), length(8, {1}), bonus(8, {1}) {}
+  template <class Call>
+  void into(Call& call) const {
+    call.path = path.data<int64_t>(), call.length = length.data<int64_t>(), call.bonus = bonus.data<int64_t>();
+  }
+  int64_t count() const { return length.get<int64_t>(0); }
+  void require_path(const std::vector<int64_t>& wanted, const std::vector<int64_t>& choices) const {
+    const auto size = static_cast<int64_t>(wanted.size());
+    require(count() == size && bonus.get<int64_t>(0) == choices[wanted.back()], "another length or bonus");
+    for (int64_t i = 0; i < path.size(); ++i) require(path.get<int64_t>(i) == (i < size ? wanted[i] : -1), "another path");
+  }
+  Tensor path, length, bonus;
+};
+
 static void verify_choices(int64_t nodes, bool chain, int64_t tokens_of) {
   at("verify_tree", nodes, chain, tokens_of);
-  Tensor tokens(8, {nodes}), parents(8, {nodes}), choices(8, {nodes}), path(8, {nodes});
+  Tensor tokens(8, {nodes}), parents(8, {nodes}), choices(8, {nodes});
+  Taken taken(nodes);
   const std::vector<int64_t> tree = random_parents(nodes, chain);
   for (int64_t i = 0; i < nodes; ++i)
     tokens.set<int64_t>(i, pick(tokens_of)), choices.set<int64_t>(i, pick(tokens_of)), parents.set<int64_t>(i, tree[i]);
   dream::VerifyTree call{};
   call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>();
-  call.choices = choices.data<int64_t>(), call.nodes = nodes, call.path = path.data<int64_t>();
+  call.choices = choices.data<int64_t>(), call.batch = 1, call.nodes = nodes;
+  taken.into(call);
   dream::verify_tree_cpu(call);
-  require(call.length >= 1 && call.length <= nodes, "length outside the tree");
-  require(!chain || tokens_of > 1 || call.length == nodes, "a chain of right tokens is not taken whole");
+  require(taken.count() >= 1 && taken.count() <= nodes, "length outside the tree");
+  require(!chain || tokens_of > 1 || taken.count() == nodes, "a chain of right tokens is not taken whole");
   parents.set<int64_t>(nodes - 1, nodes - 1);
   refuses([&] { dream::verify_tree_cpu(call); });
 }
@@ -114,15 +132,10 @@ static std::vector<int64_t> walk_of(const std::vector<int64_t>& parents, const s
   return path;
 }
 
-template <class Call>
-static void require_path(const Call& call, const std::vector<int64_t>& path, const std::vector<int64_t>& choices) {
-  require(call.length == static_cast<int64_t>(path.size()) && call.bonus == choices[path.back()], "another length or bonus");
-  for (size_t i = 0; i < path.size(); ++i) require(call.path[i] == path[i], "another path");
-}
-
 static void verify_logits(Dtype dtype, int64_t nodes, int64_t vocab, int64_t gap, bool chain) {
   at("verify_tree with logits", size_of(dtype), nodes, vocab, gap, chain);
-  Tensor logits(size_of(dtype), {nodes, vocab}, {vocab + gap, 1}), tokens(8, {nodes}), parents(8, {nodes}), path(8, {nodes});
+  Tensor logits(size_of(dtype), {nodes, vocab}, {vocab + gap, 1}), tokens(8, {nodes}), parents(8, {nodes});
+  Taken taken(nodes);
   logits.random(dtype);
   const std::vector<int64_t> tree = random_parents(nodes, chain);
   std::vector<int64_t> choices(nodes, 0);
@@ -140,9 +153,10 @@ static void verify_logits(Dtype dtype, int64_t nodes, int64_t vocab, int64_t gap
   const std::vector<int64_t> wanted = walk_of(tree, choices, vocab, tokens);
   dream::VerifyTree call{};
   call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>(), call.logits = logits.data(), call.dtype = dtype;
-  call.nodes = nodes, call.vocab = vocab, call.row_stride = vocab + gap, call.path = path.data<int64_t>();
+  call.batch = 1, call.nodes = nodes, call.vocab = vocab, call.row_stride = vocab + gap;
+  taken.into(call);
   dream::verify_tree_cpu(call);
-  require_path(call, wanted, choices);
+  taken.require_path(wanted, choices);
 }
 
 void verify_tree() {
@@ -158,7 +172,8 @@ void verify_tree() {
 static void one_sample_tree(int64_t nodes, int64_t vocab, int64_t gap, bool chain) {
   at("sample_tree", nodes, vocab, gap, chain);
   const std::vector<int64_t> tree = random_parents(nodes, chain);
-  Tensor tokens(8, {nodes}), parents(8, {nodes}), depth(8, {nodes}), path(8, {nodes});
+  Tensor tokens(8, {nodes}), parents(8, {nodes}), depth(8, {nodes});
+  Taken taken(nodes);
   int64_t levels = 1;
   for (int64_t n = 0; n < nodes; ++n) {
     parents.set<int64_t>(n, tree[n]), depth.set<int64_t>(n, n ? depth.get<int64_t>(tree[n]) + 1 : 0);
@@ -180,13 +195,14 @@ static void one_sample_tree(int64_t nodes, int64_t vocab, int64_t gap, bool chai
   dream::SampleTree call{};
   call.tokens = tokens.data<int64_t>(), call.parents = parents.data<int64_t>(), call.depth = depth.data<int64_t>();
   call.probabilities = p.data<float>(), call.noise = noise.data<float>(), call.nodes = nodes, call.vocab = vocab;
-  call.levels = levels, call.row_stride = vocab + gap, call.noise_stride = vocab + 2 * gap, call.path = path.data<int64_t>();
+  call.batch = 1, call.levels = levels, call.row_stride = vocab + gap, call.noise_row_stride = vocab + 2 * gap;
+  taken.into(call);
   dream::sample_tree_cpu(call);
-  require_path(call, wanted, choices);
+  taken.require_path(wanted, choices);
   for (int64_t i = 0; i < p.size(); ++i)
     if (std::find(wanted.begin(), wanted.end(), i / vocab) == wanted.end()) p.set<float>(i, NAN);  // off the path
   dream::sample_tree_cpu(call);
-  require_path(call, wanted, choices);
+  taken.require_path(wanted, choices);
   require(dream::sample_row_cpu(call.probabilities, call.noise, vocab) == choices[0], "another choice for a row alone");
 
   const auto run = [&] { dream::sample_tree_cpu(call); };
@@ -269,14 +285,15 @@ static void one_keep_path(int64_t count, int64_t heads, int64_t row, int64_t sta
       buffers.push_back({tensors.back()->data(), batch, heads, capacity, row, batch_stride, head_stride, slot_stride});
     }
     dream::KeepPath call{};
-    call.buffers = buffers.data(), call.count = count, call.start = start, call.path = path.data<int64_t>();
-    call.length = path.size();
+    call.buffers = buffers.data(), call.count = count, call.start = &start, call.path = path.data<int64_t>();
+    call.sequences = 1, call.width = path.size();
     dream::keep_path_cpu(call, threads);
     std::string bits;
     for (const auto& tensor : tensors) bits += tensor->bits();
     if (count > 0 && capacity > 0) {
-      call.start += 1;
-      if (call.length) refuses([&] { dream::keep_path_cpu(call, threads); });
+      const int64_t behind = start + 1;
+      call.start = &behind;
+      if (call.width) refuses([&] { dream::keep_path_cpu(call, threads); });
     }
     return bits;
   };

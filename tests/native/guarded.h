@@ -67,11 +67,11 @@ class Tensor {
     }
     int64_t end = 0;
     for (const int64_t place : places_) end = place + 1 > end ? place + 1 : end;
-    bytes_ = (lead() + end) * item;
+    bytes_ = (lead_ + end) * item;
     memory_ = static_cast<char*>(std::malloc(bytes_ ? bytes_ : 1));
     std::memset(memory_, 0xff, bytes_ ? bytes_ : 1);
-    used_.assign(lead() + end, false);
-    for (const int64_t place : places_) used_[lead() + place] = true;
+    used_.assign(lead_ + end, false);
+    for (const int64_t place : places_) used_[lead_ + place] = true;
     guard(true);
   }
   ~Tensor() {
@@ -86,18 +86,18 @@ class Tensor {
 
   template <class T = void>
   T* data() const {
-    return reinterpret_cast<T*>(memory_ + lead() * item_);
+    return reinterpret_cast<T*>(memory_ + lead_ * item_);
   }
   int64_t size() const { return static_cast<int64_t>(places_.size()); }
 
   template <class T>
   void set(int64_t index, T value) {
-    std::memcpy(memory_ + (lead() + places_[index]) * item_, &value, sizeof value);
+    std::memcpy(memory_ + (lead_ + places_[index]) * item_, &value, sizeof value);
   }
   template <class T>
   T get(int64_t index) const {
     T value;
-    std::memcpy(&value, memory_ + (lead() + places_[index]) * item_, sizeof value);
+    std::memcpy(&value, memory_ + (lead_ + places_[index]) * item_, sizeof value);
     return value;
   }
 
@@ -106,7 +106,7 @@ class Tensor {
     return *this;
   }
   Tensor& random_bytes() {
-    for (int64_t i = 0; i < size(); ++i) std::memset(memory_ + (lead() + places_[i]) * item_, static_cast<int>(pick(255)), item_);
+    for (int64_t i = 0; i < size(); ++i) std::memset(memory_ + (lead_ + places_[i]) * item_, static_cast<int>(pick(255)), item_);
     return *this;
   }
   void set_float(dream::Dtype dtype, int64_t index, float value) {
@@ -131,7 +131,7 @@ class Tensor {
   }
   std::string bits() const {  // the elements, in order
     std::string text;
-    for (const int64_t place : places_) text.append(memory_ + (lead() + place) * item_, item_);
+    for (const int64_t place : places_) text.append(memory_ + (lead_ + place) * item_, item_);
     return text;
   }
 
@@ -146,7 +146,7 @@ class Tensor {
     }
   }
 
-  int64_t item_, bytes_ = 0;
+  int64_t item_, lead_ = lead(), bytes_ = 0;
   char* memory_ = nullptr;
   std::vector<int64_t> places_;  // of the elements, counted from the first
   std::vector<bool> used_;       // of the whole memory, lead included

@@ -20,6 +20,7 @@ static const Named kOperators[] = {
     {"block_merge", block_merge, true},
     {"block_project", block_project, true},
     {"block_step", block_step, true},
+    {"cross_attention", cross_attention, true},
     {"expand_tree", expand_tree, true},
     {"keep_path", keep_path, false},
     {"rank_tree", rank_tree, false},

@@ -18,6 +18,8 @@ _ALL = ("base", "avx2", "avx512", "avx512vnni")
 LEVELS = _ALL[: _ALL.index(native.build_info()["best_isa"]) + 1]
 
 quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# For tests whose fixtures say where they run, and hold for all examples.
+quick_anywhere = settings(quick, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
 @contextmanager
@@ -71,3 +73,10 @@ def refuses_when_not_built(monkeypatch: pytest.MonkeyPatch, op: str, call: Calla
 def refuses_other_devices(op: str, call: Callable[[], object]) -> None:
     """A device without a kernel is refused by name (the meta device stands for any other)."""
     refuses(call, f"{op}: no meta kernel for {op} yet", f"{op}_ref", kind=RuntimeError)
+
+
+def accepted(taken: tuple[Tensor, Tensor, Tensor]) -> tuple[list[int], int]:
+    """The nodes of a path and the bonus, of what an acceptance operator returns for one sequence; the rest is -1."""
+    path, length, bonus = taken
+    assert path.dtype == length.dtype == bonus.dtype == torch.int64 and (path[int(length) :] == -1).all()
+    return path[: int(length)].tolist(), int(bonus)

@@ -60,6 +60,21 @@ def test_ties_and_minus_infinity(data, level, dtype):
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_equals_its_sequences(level, dtype):
+    """Catches the strides of a batch, and a frontier that is chosen among another sequence's candidates."""
+    torch.manual_seed(0)
+    logits, scores = strided((torch.randn(3, 4, 70) * 4).to(dtype)), -torch.rand(3, 4)
+    with using(level):
+        got = expand_tree(logits, scores, 5)
+        for row in range(3):
+            want = expand_tree(logits[row], scores[row], 5)
+            assert all(torch.equal(a[row], b) for a, b in zip(got, want))
+    reference = expand_tree_ref(logits, scores, 5)
+    assert torch.equal(reference[0], got[0]) and reference[2].shape == (3, 5)
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_extreme_logits(level):
     """Catches an exponential that overflows, or that loses the sum when one logit towers over the others."""
     for row in (

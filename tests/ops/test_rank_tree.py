@@ -66,6 +66,17 @@ def test_a_path_of_64_nodes_uses_all_bits():
     assert ancestors[63] == -1 and ancestors[62] == 2**63 - 1
 
 
+def test_a_batch_equals_its_sequences():
+    """Catches outputs of one sequence that are written over another's."""
+    scores = torch.tensor([[-1.0, -2.0, -1.5, -4.0], [-3.0, -0.5, -3.5, -0.75]])
+    parents = torch.tensor([[-1, 0, 0, 2], [-1, -1, 0, 1]])
+    for function in (rank_tree, rank_tree_ref):
+        got = function(scores, parents, 4)
+        for row in range(2):
+            want = rank_tree(scores[row], parents[row], 4)
+            assert all(torch.equal(a[row], b) for a, b in zip(got, want))
+
+
 def test_strided_inputs():
     scores = -torch.arange(8.0).view(4, 2)[:, 0]
     parents = torch.tensor([[-1, 9], [0, 9], [1, 9], [0, 9]])[:, 0]

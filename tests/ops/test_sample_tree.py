@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import LEVELS, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
+from laws import LEVELS, accepted, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
 
 from dream_ext.ops import sample_tree, sample_tree_ref
-from dream_ext.ops.sample_tree import run_sample, sample_row
+from dream_ext.ops.sample_tree import sample_row
 
 INF, NAN = float("inf"), float("nan")
 ROOT = (torch.tensor([0]), torch.tensor([-1]), torch.tensor([0]))
@@ -21,7 +21,7 @@ NOISE = [1e-45, 1e-38, 1e-7, 0.25, 0.3, 0.5, 0.5 + 1e-7, 1.0, 104.0, INF]
 
 def choose(p: torch.Tensor, noise: torch.Tensor) -> int:
     """The operator's choice for one row (vocab,)."""
-    return sample_tree(*ROOT, p[None], noise[None])[1]
+    return accepted(sample_tree(*ROOT, p[None], noise[None]))[1]
 
 
 @st.composite
@@ -44,10 +44,19 @@ def trees(draw):
 def test_equals_the_reference(tree, level):
     """Catches the noise of another depth, the last of equal siblings, and a walk that passes over a child."""
     with using(level):
-        path, bonus = sample_tree(*tree)
-    want_path, want_bonus = sample_tree_ref(*tree)
-    assert torch.equal(path, want_path) and bonus == want_bonus and type(bonus) is int
-    assert run_sample(*tree) == (path.tolist(), bonus)
+        assert accepted(sample_tree(*tree)) == accepted(sample_tree_ref(*tree))
+
+
+@quick
+@given(trees())
+def test_a_batch_equals_its_sequences(tree):
+    """Catches the strides of a batch, and one sequence's tree walked with another's noise."""
+    tokens, parents, depth, p, noise = tree
+    other = (tokens.flip(0), parents, depth, p.roll(1, 0), noise.flip(1))
+    batch = tuple(torch.stack(pair) for pair in zip(tree, other))
+    for got in (sample_tree(*batch[:3], strided(batch[3]), strided(batch[4])), sample_tree_ref(*batch)):
+        for row, single in enumerate((tree, other)):
+            assert accepted(tuple(x[row] for x in got)) == accepted(sample_tree(*single))
 
 
 @quick
@@ -56,8 +65,8 @@ def test_laws(tree):
     """Every node of the path was drawn after its parent, and no child holds the bonus token."""
     tokens, parents, depth, p, noise = tree
     choices = [int((p[i] / noise[depth[i]]).argmax()) for i in range(len(tokens))]
-    path, bonus = sample_tree(*tree)
-    path, parents, tokens = path.tolist(), parents.tolist(), tokens.tolist()
+    path, bonus = accepted(sample_tree(*tree))
+    parents, tokens = parents.tolist(), tokens.tolist()
     assert path[0] == 0 and bonus == choices[path[-1]]
     assert all(parents[b] == a and tokens[b] == choices[a] for a, b in pairwise(path))
     assert not any(up == path[-1] and token == bonus for up, token in zip(parents, tokens))
@@ -118,19 +127,15 @@ def test_strided_inputs():
     ids = torch.tensor([[3, -1, 0], [0, 0, 1], [1, 0, 1]])
     p, noise = torch.softmax(torch.randn(3, 9), -1), torch.rand(2, 9) + 0.1
     tree = (ids[:, 0], ids[:, 1], ids[:, 2], strided(p), strided(noise.T.contiguous()).T)
-    path, bonus = sample_tree(*tree)
-    want = sample_tree_ref(*tree)
-    assert torch.equal(path, want[0]) and bonus == want[1]
+    assert accepted(sample_tree(*tree)) == accepted(sample_tree_ref(*tree))
 
 
 def test_rows_off_the_path_are_never_read():
     """Catches a kernel that treats all nodes: the other rows hold NaN."""
     p, noise = torch.full((4, 5), NAN), torch.full((3, 5), NAN)
     p[0], p[2], noise[0], noise[1] = torch.eye(5)[3], torch.eye(5)[1], 1.0, 1.0
-    path, bonus = sample_tree(
-        torch.tensor([0, 1, 3, 4]), torch.tensor([-1, 0, 0, 2]), torch.tensor([0, 1, 1, 2]), p, noise
-    )
-    assert path.tolist() == [0, 2] and bonus == 1
+    tree = (torch.tensor([0, 1, 3, 4]), torch.tensor([-1, 0, 0, 2]), torch.tensor([0, 1, 1, 2]))
+    assert accepted(sample_tree(*tree, p, noise)) == ([0, 2], 1)
 
 
 @pytest.mark.parametrize("level", LEVELS)

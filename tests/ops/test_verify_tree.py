@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import LEVELS, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
+from laws import LEVELS, accepted, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
 
 from dream_ext.ops import verify_tree, verify_tree_ref
 from dream_ext.ops.verify_tree import run_verify
@@ -31,13 +31,24 @@ def trees(draw):
 @given(trees())
 def test_equals_the_reference(tree):
     """Catches a walk that takes the last of equal siblings or skips a child with a larger index than its uncle's."""
-    path, bonus = verify_tree(*tree)
-    want_path, want_bonus = verify_tree_ref(*tree)
-    assert torch.equal(path, want_path) and bonus == want_bonus and type(bonus) is int
-    assert run_verify(*tree) == (path.tolist(), bonus)
+    want = accepted(verify_tree_ref(*tree))
+    assert accepted(verify_tree(*tree)) == want and run_verify(*tree) == want
     tokens, parents, choices = tree
     logits = strided(torch.eye(3)[choices].bfloat16())
-    assert run_verify(tokens, parents, logits) == (path.tolist(), bonus)
+    assert accepted(verify_tree(tokens, parents, logits)) == want and run_verify(tokens, parents, logits) == want
+
+
+@quick
+@given(trees())
+def test_a_batch_equals_its_sequences(tree):
+    """Catches the strides of a batch, and one sequence's tree walked with another's choices."""
+    tokens, _, choices = tree
+    other = (tokens.flip(0), torch.arange(-1, len(tokens) - 1), choices.roll(1))
+    batch = tuple(torch.stack(pair) for pair in zip(tree, other))
+    logits = strided(torch.eye(3)[batch[2]])
+    for got in (verify_tree(*batch), verify_tree(*batch[:2], logits), verify_tree_ref(*batch)):
+        for row, single in enumerate((tree, other)):
+            assert accepted(tuple(x[row] for x in got)) == accepted(verify_tree(*single))
 
 
 @quick
@@ -45,22 +56,21 @@ def test_equals_the_reference(tree):
 def test_laws(tree):
     """Every node of the path was chosen after its parent, and no child holds the bonus token."""
     tokens, parents, choices = (t.tolist() for t in tree)
-    path, bonus = verify_tree(*tree)
-    path = path.tolist()
+    path, bonus = accepted(verify_tree(*tree))
     assert path[0] == 0 and bonus == choices[path[-1]]
     assert all(parents[b] == a and tokens[b] == choices[a] for a, b in pairwise(path))
     assert not any(p == path[-1] and t == bonus for p, t in zip(parents, tokens))
 
 
 def test_the_root_alone_gives_its_choice():
-    path, bonus = verify_tree(torch.tensor([7]), torch.tensor([-1]), torch.tensor([2**40]))
-    assert path.tolist() == [0] and bonus == 2**40
+    path, bonus = accepted(verify_tree(torch.tensor([7]), torch.tensor([-1]), torch.tensor([2**40])))
+    assert path == [0] and bonus == 2**40
 
 
 def test_a_full_path_is_accepted_whole():
     tokens = torch.arange(64)
-    path, bonus = verify_tree(tokens, tokens - 1, tokens + 1)
-    assert torch.equal(path, tokens) and bonus == 64
+    path, bonus = accepted(verify_tree(tokens, tokens - 1, tokens + 1))
+    assert path == tokens.tolist() and bonus == 64
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -75,15 +85,15 @@ def test_argmax_is_torchs(level, dtype, vocab):
             row = torch.tensor(values)[torch.randint(0, len(values), (vocab,), generator=g)].to(dtype)
             row[: vocab // 2] = min(values)  # the best one lies anywhere
             with using(level):
-                assert verify_tree(*ROOT, strided(row[None]))[1] == int(row.argmax())
+                assert accepted(verify_tree(*ROOT, strided(row[None])))[1] == int(row.argmax())
 
 
 def test_logits_off_the_path_are_never_read():
     """Catches a kernel that takes the argmax of every row: NaN would be chosen there."""
     logits = torch.full((3, 5), float("nan"))
     logits[0], logits[2] = torch.eye(5)[3], torch.eye(5)[1]
-    path, bonus = verify_tree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 0]), logits)
-    assert path.tolist() == [0, 2] and bonus == 1
+    path, bonus = accepted(verify_tree(torch.tensor([0, 1, 3]), torch.tensor([-1, 0, 0]), logits))
+    assert path == [0, 2] and bonus == 1
 
 
 def test_refusals(monkeypatch):

@@ -15,19 +15,19 @@ struct CacheBuffer {
 };
 
 // Slot start + path[i] moves to slot start + i in every buffer. Because path ascends strictly, no slot is written before
-// it has been read when the rows of one (batch, head) move in order. Buffers do not overlap.
+// it has been read when the rows of one (batch, head) move in order. Buffers do not overlap. start, path and lengths are in
+// the buffers' memory: on a device the host does not read them, and a row out of range is not moved.
 struct KeepPath {
   const CacheBuffer* buffers;  // (count) on the host
   int64_t count;
-  int64_t start;               // slot of the root, >= 0
-  const int64_t* path;         // (length) strictly ascending, >= 0
-  int64_t length;              // 0 .. kMaxPath
-  bool path_on_device;         // CUDA only: path is device memory; rows out of range are then not moved
+  const int64_t* start;        // (sequences) slot of the root, >= 0
+  const int64_t* path;         // (sequences, width) strictly ascending, >= 0
+  const int64_t* lengths;      // (sequences) entries of path that count, 0 .. width; null = width
+  int64_t sequences;           // 1 serves every batch row of the buffers; otherwise their batch
+  int64_t width;               // 0 .. kMaxPath
 };
 
-// Throws std::invalid_argument before anything is written; of a path on the device only start and length are checked.
-void check_path(const KeepPath& call);
-void keep_path_cpu(const KeepPath& call, int threads);
-void keep_path_cuda(const KeepPath& call, int device, void* stream);  // throws std::runtime_error on a CUDA error
+void keep_path_cpu(const KeepPath& call, int threads);  // throws std::invalid_argument before anything is written
+void keep_path_cuda(const KeepPath& call, int device, void* stream);
 
 }  // namespace dream

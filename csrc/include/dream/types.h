@@ -4,6 +4,6 @@
 
 namespace dream {
 
-enum class Dtype : uint8_t { f32, bf16 };
+enum class Dtype : uint8_t { f32, bf16, f16 };  // f16 on CUDA alone
 
 }  // namespace dream
