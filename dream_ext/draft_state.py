@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .blocks import rotary_table, unit_rms
-from .ops._border import has_kernel
-from .ops.tree_attention import TreeAttentionPlan
+from .ops.tree_attention import TreeAttentionPlan, attends
 from .tree import MAX_NODES, pack_bits
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ class DraftState:
         """How rows attend that see every slot before ``prefix`` and, of the slots behind, those in ``sees`` (rows,
         slots) bool."""
         behind = sees.shape[1]
-        if has_kernel("tree_attention", self._buffers[0]) and behind <= MAX_NODES:
+        if attends(self._buffers[0], self._head_dim) and behind <= MAX_NODES:
             lengths = torch.tensor([prefix], device=self._device)
             plan = TreeAttentionPlan(lengths, pack_bits(sees)[None], behind)
             return lambda q, buffer, scale: plan(q[None], buffer[:1], buffer[1:], scale)[0].flatten(1)

@@ -6,48 +6,18 @@ import threading
 
 import pytest
 import torch
-from oracle import oracle_drafts
+from answers import NEW, SHAPE, ids, ours, plain
 from tiny import VOCAB, build_llama, build_llava, random_drafter
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from transformers.generation.streamers import BaseStreamer
 
-from dream_ext import Decoder, TreeShape, attach, decode, device_decode, sampling
+from dream_ext import Decoder, TreeShape, attach
 from dream_ext import cache as kv
 from dream_ext.rounds import Rounds
 
-SHAPE = TreeShape(width=3, depth=5, nodes=12)
-NEW = 40
-
-
-@pytest.fixture(autouse=True, params=["cpu", "device"])
-def loop(request, monkeypatch):
-    """Every test runs with the loop of a CPU and with that of a device, here with the operators' kernels for a CPU."""
-    if request.param == "device":
-        monkeypatch.setattr(decode, "on_cuda", lambda device: True)
-    return request.param
-
-
-def plain(model, inputs, seed=None, **kwargs):
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = model.generate(**inputs, **kwargs)
-    return out, torch.get_rng_state()
-
-
-def ours(model, inputs, drafter, monkeypatch, text, seed=None, tree_seed=0, **kwargs):
-    decoder = Decoder(model, drafter, tree=SHAPE)
-    with oracle_drafts(monkeypatch, text, seed=tree_seed):
-        if seed is not None:
-            torch.manual_seed(seed)
-        out = decoder.generate(**inputs, **kwargs)
-    return out, torch.get_rng_state(), decoder.stats
-
-
-def ids(out):
-    return (out if torch.is_tensor(out) else out.sequences)[0].tolist()
-
+pytestmark = pytest.mark.usefixtures("loop")
 
 SETTINGS = {
     "greedy": dict(do_sample=False),
@@ -390,36 +360,3 @@ def test_custom_processor_sees_the_true_prefix(llava, monkeypatch):
     )
     length = inputs["input_ids"].shape[1]
     assert watch.seen == [ids(want)[:n] for n in range(length, length + NEW)]
-
-
-def raw_bonus_walk(tree, logits, emitter, path):
-    """The bug of other implementations: a token no drafted node holds is drawn again, from the unprocessed softmax."""
-    node = 0
-    while node is not None:
-        path.append(node)
-        token = emitter.emit(logits[node])
-        child = None if emitter.done else tree.child(node, token)
-        if child is None:
-            emitter.input_ids[0, -1] = torch.multinomial(torch.softmax(logits[node].float(), -1), 1)
-        node = child
-
-
-def raw_sampled(accept, rounds, emitter, sampler):
-    """The same bug where all choices are made at once: from the unprocessed softmax."""
-    processors, emitter.processors = emitter.processors, LogitsProcessorList()
-    accept(rounds, emitter, sampler)
-    emitter.processors = processors
-
-
-def test_the_same_seed_test_catches_a_raw_bonus(llava, monkeypatch):
-    """Put the bug back: the equality above must break."""
-    model, inputs, drafter = llava
-    kwargs = dict(do_sample=True, temperature=0.7, top_p=0.9, max_new_tokens=NEW)
-    want, _ = plain(model, inputs, 7, **kwargs)
-    with monkeypatch.context() as patch:
-        patch.setattr("dream_ext.decode.walk", raw_bonus_walk)
-        original = device_decode._accept_sampled
-        patch.setattr(device_decode, "_accept_sampled", lambda *args: raw_sampled(original, *args))
-        got, _, _ = ours(model, inputs, drafter, monkeypatch, ids(want), 7, **kwargs)
-    assert ids(got) != ids(want)
-    assert sampling.walk is not raw_bonus_walk

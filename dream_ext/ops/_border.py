@@ -72,6 +72,8 @@ class Border:
             raise self.refuse(name, _words(dtypes), _words((value.dtype,)), TypeError)
         if value.layout is not torch.strided:
             raise self.refuse(name, "a dense tensor", value.layout, TypeError)
+        if value.is_neg():  # the kernels read memory, where the sign is missing
+            raise self.refuse(name, "memory that holds the values (use resolve_neg())", "a lazily negated view")
         if value.requires_grad and torch.is_grad_enabled():
             raise self.refuse(name, "no gradient (operators are for inference: use torch.no_grad())", "requires_grad")
         self._shape(name, value, dims)

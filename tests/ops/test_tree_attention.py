@@ -134,6 +134,12 @@ def test_the_bits_do_not_depend_on_company():
     assert torch.equal(alone, whole[1:2, 4:5])
 
 
+def test_a_lazy_negation_is_refused():
+    """Catches values read without the sign that torch keeps beside the memory."""
+    q, *rest = random_call(1, 1, 1, 2, 2, 4, 8, torch.float32)
+    refuses(lambda: tree_attention(torch._neg_view(q), *rest), "tree_attention", "q", "resolve_neg")
+
+
 def test_refusals(monkeypatch):
     arguments = random_call(2, 2, 2, 4, 4, 10, 8, torch.float32)
     change = lambda i, value: [*arguments[:i], value, *arguments[i + 1 :]]  # noqa: E731
