@@ -162,14 +162,17 @@ class Rounds:
         kv.copy_into(self.cache, prefill.cache, clear=not self.kind.routed)
         self.length.fill_(kv.length(prefill.cache))
         self.position.fill_(position)
-        if self.padding is not None:
-            self.padding.fill_(True)
-            self.padding[: prefill.padding.numel()] = prefill.padding
+        self._set_padding(prefill.padding)
         self.previous[:1] = context.read_all_but_last()
         self.drafts.load(context.state)
         self.tokens[0] = root
         self.count.fill_(1)
         self._pending = 1
+
+    def _set_padding(self, padding: Tensor | None) -> None:
+        if self.padding is not None:
+            self.padding.fill_(True)
+            self.padding[: padding.numel()] = padding
 
     def take_over(self, other: Rounds) -> None:
         """Go on with the text of smaller buffers."""
@@ -177,9 +180,7 @@ class Rounds:
             own[:, :, : theirs.shape[2]] = theirs
         for own, theirs in zip(self.drafts.buffers, other.drafts.buffers, strict=True):
             own[:, :, : theirs.shape[2]] = theirs
-        if self.padding is not None:
-            self.padding.fill_(True)
-            self.padding[: other.padding.numel()] = other.padding
+        self._set_padding(other.padding)
         self.drafts.length.copy_(other.drafts.length)
         for name in ("length", "position", "count", "tokens", "previous"):
             getattr(self, name).copy_(getattr(other, name))

@@ -56,10 +56,6 @@ class Tree:
         found = ((self.parents == node) & (self.tokens == token)).nonzero()
         return int(found[0]) if found.numel() else None
 
-    def sees(self) -> Tensor:
-        """(N, N) bool: row i may attend to node j."""
-        return unpack_bits(self.ancestors, self.nodes)
-
     def to(self, device: torch.device | str) -> Tree:
         """The same tree on ``device``."""
         return Tree(*(part.to(device) for part in (self.tokens, self.parents, self.depth, self.ancestors)))
@@ -82,11 +78,6 @@ class Tree:
         return Tree(tokens, parents, torch.tensor(depth, device="cpu"), torch.tensor(signed, device="cpu"))
 
 
-def unpack_bits(masks: Tensor, count: int) -> Tensor:
-    """(N,) int64 bit masks -> (N, count) bool."""
-    return (masks[:, None] >> torch.arange(count, device=masks.device)) & 1 != 0
-
-
 def pack_bits(sees: Tensor) -> Tensor:
-    """(N, count) bool, count at most 64 -> (N,) int64 bit masks; the inverse of `unpack_bits`."""
+    """(N, count) bool, count at most 64 -> (N,) int64 bit masks: bit j of entry i is element (i, j)."""
     return (sees.long() << torch.arange(sees.shape[1], device=sees.device)).sum(dim=1)

@@ -1,4 +1,4 @@
-"""C++ of this repository compiled outside the package, for tests: kernels under sanitizers, device code on the host.
+"""C++ of this repository compiled outside the package, for tests: kernels under sanitizers.
 
 Only the standard library is used, so that `make sanitize` needs no environment.
 """
@@ -39,13 +39,6 @@ def run_compiler(command: Iterable[str]) -> None:
         lines = done.stderr.splitlines()
         telling = (line for line in lines if re.search("error:|undefined|multiple def", line))
         raise RuntimeError(next(telling, "\n".join(lines[-3:])))
-
-
-def build_library(source: Path, out: Path, flags: Iterable[str]) -> Path:
-    """One file as a shared library for ctypes."""
-    cxx = compiler("g++", "c++")
-    run_compiler([cxx, STANDARD, *flags, "-shared", "-fPIC", *INCLUDE, str(source), "-o", str(out)])
-    return out
 
 
 def cpu_units() -> list[tuple[Path, str, list[str]]]:

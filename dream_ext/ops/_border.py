@@ -40,8 +40,7 @@ def has_kernel(op: str, x: Tensor) -> bool:
     """Whether a floating-point operator has a kernel for a tensor of this device and dtype."""
     if not _native.on_cuda(x.device):
         return x.device.type == "cpu" and x.dtype in FLOATS
-    built = _native.module is not None and _native.module.build_info()["cuda"]
-    return built and op in ON_CUDA and x.dtype in (*FLOATS, torch.float16)
+    return _native.has_cuda() and op in ON_CUDA and x.dtype in (*FLOATS, torch.float16)
 
 
 def _words(dtypes: Sequence[torch.dtype]) -> str:
@@ -112,7 +111,8 @@ class Border:
         if self.device.type != "cuda" or self.op not in ON_CUDA:
             kind = "CUDA" if self.device.type == "cuda" else self.device.type
             raise RuntimeError(f"{self.op}: no {kind} kernel for {self.op} yet; use CPU tensors or {self.op}_ref")
-        if not _native.native(self.op).build_info()["cuda"]:
+        _native.native(self.op)
+        if not _native.has_cuda():
             raise RuntimeError(
                 f"{self.op}: this build has no CUDA kernels; build them with: {_native.CUDA_BUILD_COMMAND}"
             )

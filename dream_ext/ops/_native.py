@@ -29,6 +29,11 @@ def native(op: str) -> ModuleType:
     return module
 
 
+def has_cuda() -> bool:
+    """Whether the module was built with CUDA kernels."""
+    return module is not None and hasattr(module, "warm_device")
+
+
 def on_cuda(device: torch.device) -> bool:
     """Whether tensors of this device go to the CUDA kernels."""
     return device.type == "cuda" or (simulated and device.type == "cpu")

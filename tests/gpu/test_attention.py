@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import quick_anywhere, refuses, strided
+from laws import attention_call, quick_anywhere, refuses
 
 from dream_ext.ops import cross_attention, cross_attention_ref, tree_attention, tree_attention_ref
 
@@ -14,15 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-def random_call(batch, groups, kv_heads, nodes, tree, room, head_dim, dtype, seed=0, gaps=False):
-    g = torch.Generator().manual_seed(seed)
-    slots = room + tree
-    q = torch.randn(batch, groups * kv_heads, nodes, head_dim, generator=g).to(dtype)
-    k, v = (torch.randn(batch, kv_heads, slots, head_dim, generator=g).to(dtype) for _ in range(2))
-    lengths = torch.randint(0, room + 1, (batch,), generator=g)
-    ancestors = torch.randint(-(2**63), 2**63 - 1, (batch, nodes), generator=g)
-    q, k, v = (strided(x) for x in (q, k, v)) if gaps else (q, k, v)
-    return [q, k, v, lengths, ancestors, tree, head_dim**-0.5]
+random_call = partial(attention_call, gaps=False)
 
 
 def wide(arguments):

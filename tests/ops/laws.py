@@ -80,3 +80,15 @@ def accepted(taken: tuple[Tensor, Tensor, Tensor]) -> tuple[list[int], int]:
     path, length, bonus = taken
     assert path.dtype == length.dtype == bonus.dtype == torch.int64 and (path[int(length) :] == -1).all()
     return path[: int(length)].tolist(), int(bonus)
+
+
+def attention_call(batch, groups, kv_heads, nodes, tree, room, head_dim, dtype, seed=0, gaps=True) -> list:
+    """Random arguments of `tree_attention`: any lengths and ancestors, with ``gaps`` between rows in memory."""
+    g = torch.Generator().manual_seed(seed)
+    slots = room + tree
+    q = torch.randn(batch, groups * kv_heads, nodes, head_dim, generator=g).to(dtype)
+    k, v = (torch.randn(batch, kv_heads, slots, head_dim, generator=g).to(dtype) for _ in range(2))
+    lengths = torch.randint(0, room + 1, (batch,), generator=g)
+    ancestors = torch.randint(-(2**63), 2**63 - 1, (batch, nodes), generator=g)
+    q, k, v = (strided(x) for x in (q, k, v)) if gaps else (q, k, v)
+    return [q, k, v, lengths, ancestors, tree, head_dim**-0.5]

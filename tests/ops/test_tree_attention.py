@@ -8,26 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laws import (
     LEVELS,
+    attention_call,
     close_enough,
     quick,
     refuses,
     refuses_other_devices,
     refuses_when_not_built,
-    strided,
     using,
 )
 
 from dream_ext.ops import tree_attention, tree_attention_ref
-
-
-def random_call(batch, groups, kv_heads, nodes, tree, room, head_dim, dtype, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    slots = room + tree
-    q = torch.randn(batch, groups * kv_heads, nodes, head_dim, generator=g).to(dtype)
-    k, v = (torch.randn(batch, kv_heads, slots, head_dim, generator=g).to(dtype) for _ in range(2))
-    lengths = torch.randint(0, room + 1, (batch,), generator=g)
-    ancestors = torch.randint(-(2**63), 2**63 - 1, (batch, nodes), generator=g)
-    return [strided(q), strided(k), strided(v), lengths, ancestors, tree, head_dim**-0.5]
 
 
 def check(arguments, **options):
@@ -47,7 +37,7 @@ def check(arguments, **options):
 def test_blocks_chunks_and_their_neighbours(level, dtype, nodes, tree, room):
     """Catches a slot lost or added at the edge of a block or chunk, and lanes past the last row."""
     with using(level):
-        check(random_call(2, 3, 2, nodes, tree, room, 24, dtype, seed=room))
+        check(attention_call(2, 3, 2, nodes, tree, room, 24, dtype, seed=room))
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -55,13 +45,13 @@ def test_blocks_chunks_and_their_neighbours(level, dtype, nodes, tree, room):
 def test_head_sizes(level, head_dim):
     """Catches a head_dim that is no multiple of a register."""
     with using(level):
-        check(random_call(1, 2, 2, 7, 7, 70, head_dim, torch.float32))
+        check(attention_call(1, 2, 2, 7, 7, 70, head_dim, torch.float32))
 
 
 @pytest.mark.parametrize("groups, kv_heads", [(1, 1), (1, 4), (4, 1), (3, 3)])
 def test_query_heads_read_their_group(groups, kv_heads):
     """Catches h % kv_heads instead of h // group, and rows of two heads mixed up in the lanes."""
-    check(random_call(1, groups, kv_heads, 9, 9, 40, 16, torch.float32))
+    check(attention_call(1, groups, kv_heads, 9, 9, 40, 16, torch.float32))
 
 
 @quick
@@ -71,7 +61,7 @@ def test_query_heads_read_their_group(groups, kv_heads):
 )  # fmt: skip
 def test_window_and_padding(window, hidden, nodes, room, batch, seed):
     """Catches a window counted from the slot instead of the depth, and padding applied to another sequence's slots."""
-    arguments = random_call(batch, 2, 2, nodes, nodes, room, 8, torch.float32, seed)
+    arguments = attention_call(batch, 2, 2, nodes, nodes, room, 8, torch.float32, seed)
     g = torch.Generator().manual_seed(seed)
     options = {"window": window, "depth": torch.randint(0, 6, (batch, nodes), generator=g)}
     if hidden:
@@ -84,7 +74,7 @@ def test_window_and_padding(window, hidden, nodes, room, batch, seed):
 @pytest.mark.parametrize("softcap", [0.01, 0.5, 5.0, 50.0])
 def test_soft_cap(level, dtype, softcap):
     """Catches a cap after the mask, without its factor, or with a tanh that cancels near zero or overflows."""
-    arguments = random_call(2, 3, 2, 6, 6, 70, 16, dtype)
+    arguments = attention_call(2, 3, 2, 6, 6, 70, 16, dtype)
     with using(level):
         for scale in (1e-3, 0.25, 2.0):
             check([*arguments[:-1], scale], softcap=softcap)
@@ -104,24 +94,24 @@ def test_a_node_is_as_blind_as_its_mask():
 
 
 def test_a_node_that_sees_nothing():
-    arguments = random_call(1, 2, 1, 3, 3, 0, 8, torch.float32)
+    arguments = attention_call(1, 2, 1, 3, 3, 0, 8, torch.float32)
     arguments[4] = torch.tensor([[0, 0b10, 0]])
     out = check(arguments)
     assert (out[:, 0] == 0).all() and torch.allclose(out[0, 1], arguments[2][0, 0, 1].expand(2, -1))
-    assert tree_attention(*random_call(1, 2, 1, 0, 0, 5, 8, torch.float32)).shape == (1, 0, 2, 8)
-    assert (tree_attention(*random_call(1, 2, 1, 2, 0, 0, 8, torch.float32)) == 0).all()
+    assert tree_attention(*attention_call(1, 2, 1, 0, 0, 5, 8, torch.float32)).shape == (1, 0, 2, 8)
+    assert (tree_attention(*attention_call(1, 2, 1, 2, 0, 0, 8, torch.float32)) == 0).all()
 
 
 def test_sharp_attention():
     """Catches a softmax without the running maximum: scores in the thousands, the largest in any block."""
-    arguments = random_call(1, 2, 2, 5, 5, 1100, 16, torch.float32)
+    arguments = attention_call(1, 2, 2, 5, 5, 1100, 16, torch.float32)
     arguments[0], arguments[1] = arguments[0] * 100, arguments[1] * 100
     check(arguments)
 
 
 def test_the_bits_do_not_depend_on_company():
     """Catches a result that depends on the threads, on the other nodes or on the other sequences."""
-    arguments, before = random_call(3, 3, 2, 8, 8, 700, 64, torch.bfloat16), torch.get_num_threads()
+    arguments, before = attention_call(3, 3, 2, 8, 8, 700, 64, torch.bfloat16), torch.get_num_threads()
     q, k, v, lengths, ancestors, tree, scale = arguments
     try:
         torch.set_num_threads(1)
@@ -136,12 +126,12 @@ def test_the_bits_do_not_depend_on_company():
 
 def test_a_lazy_negation_is_refused():
     """Catches values read without the sign that torch keeps beside the memory."""
-    q, *rest = random_call(1, 1, 1, 2, 2, 4, 8, torch.float32)
+    q, *rest = attention_call(1, 1, 1, 2, 2, 4, 8, torch.float32)
     refuses(lambda: tree_attention(torch._neg_view(q), *rest), "tree_attention", "q", "resolve_neg")
 
 
 def test_refusals(monkeypatch):
-    arguments = random_call(2, 2, 2, 4, 4, 10, 8, torch.float32)
+    arguments = attention_call(2, 2, 2, 4, 4, 10, 8, torch.float32)
     change = lambda i, value: [*arguments[:i], value, *arguments[i + 1 :]]  # noqa: E731
     refuses(lambda: tree_attention(*change(1, arguments[1][..., :7])), "tree_attention", "k", "head_dim=8")
     refuses(lambda: tree_attention(*change(0, arguments[0][:, :3])), "q", "kv_heads=2", "got 3")
