@@ -1,4 +1,5 @@
-# make demo | make test | make lint | make sanitize | make simt | make gate | make gpu | make clean      PYTHON=python3.12 make demo
+# make demo | make test | make lint | make sanitize | make simt | make gate | make gpu | make full | make matrix | make clean
+# PYTHON=python3.12 make demo
 
 PYTHON ?= python3
 VENV   := .venv
@@ -10,7 +11,7 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DREAM_CUDA ?= OFF
 endif
 
-.PHONY: demo test lint sanitize simt gate gpu clean
+.PHONY: demo test lint sanitize simt gate gpu full matrix clean
 
 demo: $(VENV)/installed
 	$(BIN)/dream-ext demo --install
@@ -40,8 +41,16 @@ gpu:
 	$(MAKE) DREAM_CUDA=OFF $(VENV)/installed-for-tests
 	PYTHON=$(BIN)/python bench/gpu.sh gpu.json
 
+# A target of 2 billion random weights decoded in memory: minutes, and 8 GB. No download but the test environment's.
+full: $(VENV)/installed-for-tests
+	DREAM_FULL_SIZE=1 $(BIN)/python -m pytest -m full_size -s tests/test_full_size.py
+
+# The exactness tests under the oldest and the newest torch and transformers; by command alone, 15 GB in .matrix.
+matrix:
+	$(PYTHON) tests/matrix.py
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache *.egg-info
+	rm -rf $(VENV) .matrix build dist .pytest_cache .ruff_cache *.egg-info
 	rm -f dream_ext/_C*.so
 
 $(BIN)/python:

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bind.h"
+#include "border.h"
 #include "cpu/isa.h"
 #ifdef DREAM_CUDA
 #include "cuda/device.h"
@@ -29,6 +30,7 @@ py::dict build_info() {
   info["compiler"] = DREAM_COMPILER;
   info["isa"] = kIsaNames[static_cast<int>(isa())];
   info["best_isa"] = kIsaNames[static_cast<int>(best_isa())];
+  info["tensor_border"] = reads_dlpack() ? "dlpack" : "attributes";
 #ifdef _OPENMP
   info["openmp"] = true;
 #else

@@ -86,6 +86,8 @@ View from_attributes(py::handle tensor) {
 
 }  // namespace
 
+bool reads_dlpack() { return torch().api != nullptr; }
+
 View read(py::handle tensor) {
   if (!py::isinstance(tensor, torch().tensor_type)) throw py::type_error("wanted a torch tensor");
   return torch().api ? from_dlpack(tensor) : from_attributes(tensor);

@@ -26,6 +26,9 @@ struct View {
   }
 };
 
+// Whether tensors are read through torch's DLPack exchange interface (torch 2.9 has none), else by their attributes.
+bool reads_dlpack();
+
 // Reads a torch tensor. The caller holds the GIL and keeps the tensor alive while the pointer is used.
 View read(pybind11::handle tensor);
 

@@ -14,7 +14,10 @@ _HOMES = {
     "TreeShape": "dream_ext.tree",
     "UnsupportedMode": "dream_ext.modes",
     "UnsupportedTarget": "dream_ext.targets.families",
+    "Family": "dream_ext.targets.families",
     "attach": "dream_ext.generate",
+    "prove_target": "dream_ext.targets.proof",
+    "register_family": "dream_ext.targets.families",
 }
 
 __all__ = sorted(_HOMES)

@@ -17,7 +17,8 @@ def _version(number: int) -> str | None:
 def describe() -> dict[str, Any]:
     """Facts about dream_ext._C: loaded, and, when it is, the rest.
 
-    file, version, compiler; isa (instruction set in use: base, avx2, avx512) and best_isa; openmp (bool); cuda (bool),
+    file, version, compiler; isa (instruction set in use: base, avx2, avx512) and best_isa; openmp (bool);
+    tensor_border ("dlpack": through torch's exchange interface, "attributes": a torch older than that); cuda (bool),
     cuda_architectures (list of str), cuda_runtime ("13.0", linked statically) and cuda_driver (newest CUDA
     the driver runs), None where there is none. When it does not load: error, the first line of the import error.
     """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
+from dream_ext import compat
 from dream_ext.ops.keep_path import keep_path
 
 
@@ -35,8 +36,8 @@ class TreeLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         if self.slots is not None:
-            self.key_buffer.index_copy_(2, self.slots, key_states)
-            self.value_buffer.index_copy_(2, self.slots, value_states)
+            write_slots(self.key_buffer, self.slots, key_states)
+            write_slots(self.value_buffer, self.slots, value_states)
             return self.key_buffer, self.value_buffer
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -69,9 +70,15 @@ class TreeLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        keys = self.length + query_length if self.slots is None else self.key_buffer.shape[-2]
+    def get_mask_sizes(self, queries: int | Tensor) -> tuple[int, int]:
+        keys = self.length + compat.query_length(queries) if self.slots is None else self.key_buffer.shape[-2]
         return keys, 0
+
+
+def write_slots(buffer: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Write ``states`` (batch, heads, n, head_dim) into ``buffer`` (batch, heads, capacity, head_dim), each row's at
+    its own ``slots`` (batch, n) int64."""
+    buffer.scatter_(2, slots[:, None, :, None].expand(states.shape), states)
 
 
 def _grown(buffer: Tensor | None, states: Tensor, length: int, capacity: int) -> Tensor:
@@ -108,7 +115,7 @@ def adopt(cache: Cache) -> None:
 
 def fixed(cache: Cache, capacity: int, slots: Tensor) -> Cache:
     """A cache with the layers of a filled one, in buffers of ``capacity`` positions that never move. A forward over n
-    tokens writes at ``slots`` (n,) int64 of the device, and attends to whole buffers."""
+    tokens writes each row's at its ``slots`` (batch, n) int64 of the device, and attends to whole buffers."""
     room = DynamicCache()
     for layer in cache.layers:
         own = TreeLayer()
@@ -148,11 +155,7 @@ def release(cache: Cache) -> None:
     """Turn tree layers back into dynamic ones, in place; what they hold stays in the front of the buffers."""
     layers = []
     for layer in cache.layers:
-        dynamic = DynamicLayer()
-        if layer.is_initialized:
-            dynamic.lazy_initialization(layer.keys, layer.values)
-            dynamic.keys, dynamic.values = layer.keys, layer.values
-        layers.append(dynamic)
+        layers.append(compat.dynamic_layer(layer.keys, layer.values))
     cache.layers = layers
     cache.layer_class_to_replicate = DynamicLayer
 

@@ -202,11 +202,14 @@ def load_target(dtype=None, *, install_if_missing: bool = False) -> LlavaForCond
             raise NotInstalled
         install()
     import torch
-    from transformers import LlavaForConditionalGeneration
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
 
+    from dream_ext import compat
     from dream_ext.targets import efficientnet_lite  # noqa: F401  registers the vision tower with AutoModel
 
-    return LlavaForConditionalGeneration.from_pretrained(target_path(), dtype=dtype or torch.bfloat16).eval()
+    folder, dtype = target_path(), dtype or torch.bfloat16
+    config = compat.read_config(LlavaConfig.from_pretrained(folder))
+    return LlavaForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype).eval()
 
 
 def load_processor() -> LlavaProcessor:

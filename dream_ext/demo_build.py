@@ -107,14 +107,14 @@ def rename_image_token(folder: Path) -> None:
 def make_processor(tokenizer_folder: Path):
     """The LLaVA processor over the tokenizer saved in ``tokenizer_folder`` (with ``<image>`` renamed)."""
     from transformers import AutoTokenizer, LlavaProcessor
-    from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+    from dream_ext import compat
     from dream_ext.targets import efficientnet_lite  # noqa: F401  registers the vision tower's configuration
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
     if tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) != IMAGE_TOKEN_ID:
         raise ValueError(f"the tokenizer has no {IMAGE_TOKEN} at id {IMAGE_TOKEN_ID}")
-    image_processor = ViTImageProcessorPil(
+    image_processor = compat.pil_image_processor("vit")(
         size={"height": SIDE, "width": SIDE},
         resample=3,
         image_mean=[127 / 255] * 3,

@@ -1,9 +1,10 @@
-"""The decoding loop on a device: the same rounds as in `decode`; the host waits for the device in `accept` alone."""
+"""The decoding loop on a device, and of a batch: the same rounds as in `decode`; the host waits for the device in
+`accept` alone.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -16,107 +17,147 @@ from dream_ext import cache as kv
 from dream_ext.noise import Sampler
 from dream_ext.ops.sample_tree import sample_tree
 from dream_ext.prefill import Prefill
+from dream_ext.ragged import Ragged, walk_rows
 from dream_ext.rounds import RoundKind, Rounds, RoundsPool, larger
-from dream_ext.sampling import Emitter, walk
+from dream_ext.sampling import Emitter
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.tree import TreeShape
 
-# Processors whose row of scores depends on the same row of logits alone: they serve all nodes of a tree at once.
-ROW_WISE = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
+# Processors whose row of scores depends on the same row of logits alone: they serve all nodes of all trees at once.
+OF_LOGITS = (MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, TypicalLogitsWarper)
 
 
 def decode_on_device(
     prefill: Prefill,
-    root: int,
+    roots: list[int],
     emitter: Emitter,
     shape: TreeShape,
     pool: RoundsPool,
     clock: PhaseClock,
     stats: Stats,
 ) -> None:
-    """Emit tokens behind ``root`` until the stopping criteria say so, see `decode.decode`."""
+    """Emit tokens behind ``roots``, the first of each text, until the stopping criteria say so, see `decode.decode`."""
     sampler = emitter.choose if isinstance(emitter.choose, Sampler) else None
-    kind = RoundKind.of(prefill, shape, emitter.remaining, sampler.temperature if sampler else None)
-    length = kv.length(prefill.cache)
-    rounds = pool.take(prefill, prefill.context.drafter, kind)
-    rounds.load(prefill, root, prefill.position)
+    scored = sampler is not None and sampler.forecasts
+    kind = RoundKind.of(prefill, shape, emitter.remaining, sampler.temperature if scored else None)
+    start, ragged = kv.length(prefill.cache), Ragged(emitter)
+    rounds = pool.take(prefill, prefill.contexts[0].drafter, kind)
+    rounds.load(prefill, roots, emitter.pad)
+    before = [False] * emitter.rows
     try:
         while not emitter.done:
-            if length + rounds.nodes > rounds.kind.capacity:
+            furthest = start + max(map(ragged.steps, range(emitter.rows))) - 1
+            if furthest + rounds.nodes > rounds.kind.capacity:
                 rounds = larger(rounds, prefill)
-            emitted = _round(rounds, emitter, sampler, clock)
-            length += emitted
-            stats.count_round(emitted - 1)
+            before = _pad_finished(rounds, ragged, before)
+            stats.count_round(_round(rounds, ragged, clock), before)
     finally:
-        rounds.unload(prefill)
+        rounds.unload(prefill, start + emitter.emitted - 1)
     pool.give(rounds)
 
 
-def _round(rounds: Rounds, emitter: Emitter, sampler: Sampler | None, clock: PhaseClock) -> int:
-    """Draft, verify, accept, keep -> how many tokens were emitted."""
+def _pad_finished(rounds: Rounds, ragged: Ragged, before: list[bool]) -> list[bool]:
+    """Tell the rounds which texts have been finished since; which are."""
+    now = [ragged.padded(row) for row in range(len(before))]
+    for row, (padded, known) in enumerate(zip(now, before, strict=True)):
+        if padded and not known:
+            rounds.pad_row(row)
+    return now
+
+
+def _round(rounds: Rounds, ragged: Ragged, clock: PhaseClock) -> list[int]:
+    """Draft, verify, accept, keep -> how many tokens of each text were emitted."""
+    texts = range(ragged.emitter.rows)
     with clock.phase("draft"):
-        if sampler is not None:
-            rounds.noise.copy_(sampler.rows(*rounds.noise.shape))
+        if rounds.noise is not None:
+            steps = [len(ahead) for ahead in ragged.ahead]
+            rounds.noise.copy_(ragged.sampler.ahead(steps, *rounds.noise.shape[1:]))
         rounds.draft()
     with clock.phase("verify"):
         rounds.verify()
-    before = emitter.emitted
+    before, emitted = [ragged.steps(row) for row in texts], []
     try:
         with clock.phase("accept"):
-            _accept(rounds, emitter, sampler)
+            _accept(rounds, ragged)
     finally:  # also when somebody's processor or streamer raises: the cache never keeps what is not in the text
         with clock.phase("keep"):
-            rounds.settle(emitter.emitted - before)
-    return emitter.emitted - before
+            emitted = [ragged.steps(row) - steps for row, steps in enumerate(before)]
+            rounds.settle(emitted)
+    return emitted
 
 
-def _accept(rounds: Rounds, emitter: Emitter, sampler: Sampler | None) -> None:
+def _accept(rounds: Rounds, ragged: Ragged) -> None:
     """Emit what plain decoding would have emitted; leaves path and tokens in ``rounds``."""
-    silent = emitter.scores is None and emitter.logits is None
-    if emitter.argmax_alone:
+    emitter = ragged.emitter
+    each_alone = ragged.free or emitter.rows == 1
+    of_logits = emitter.silent and all(type(p) in OF_LOGITS for p in emitter.processors)
+    if emitter.argmax_alone and each_alone:
         rounds.accept_greedily()
-        for token in _tokens(rounds):
-            emitter.append(token)
-            if emitter.done:
-                return
-    elif sampler is not None and silent and all(type(p) in ROW_WISE for p in emitter.processors):
-        _accept_sampled(rounds, emitter, sampler)
+        _emit_chosen(rounds, ragged)
+    elif rounds.noise is not None and of_logits and each_alone:
+        _accept_sampled(rounds, ragged)
     else:
-        _accept_on_host(rounds, emitter)
+        _accept_on_host(rounds, ragged)
 
 
-def _tokens(rounds: Rounds) -> list[Tensor]:
-    """The accepted tokens, (1,) each on the device. Here the host waits for the round; stopping criteria may make it
-    wait for each token, when nothing else is left to do."""
-    count = int(rounds.count)
-    return list(rounds.tokens[:count].clone().split(1))
+def _chosen(rounds: Rounds) -> list[list[int]]:
+    """The accepted tokens of each text. Here the host waits for the round; stopping criteria may make it wait for each
+    token, when nothing else is left to do."""
+    rows = torch.cat([rounds.count[:, None], rounds.chosen], dim=1).tolist()
+    return [tokens[:count] for count, *tokens in rows]
 
 
-def _accept_sampled(rounds: Rounds, emitter: Emitter, sampler: Sampler) -> None:
+def _emit_chosen(rounds: Rounds, ragged: Ragged) -> None:
+    """Emit what an acceptance operator has found."""
+    chosen, device = _chosen(rounds), ragged.emitter.input_ids.device
+    if ragged.emitter.rows == 1:
+        for token in chosen[0]:
+            ragged.emitter.append(torch.tensor([token], device=device))
+            if ragged.emitter.done:
+                return
+        return
+    for row in ragged.order():
+        for token in chosen[row]:
+            if not ragged.wants(row):
+                break
+            ragged.decide(row, token)
+    ragged.write()
+
+
+def _accept_sampled(rounds: Rounds, ragged: Ragged) -> None:
     """All choices in one kernel, each with the noise that `torch.multinomial` would have drawn for it."""
-    tree = rounds.tree
-    scores = emitter.processors(emitter.input_ids, rounds.logits.float())
+    tree, emitter = rounds.tree, ragged.emitter
+    batch, nodes, _ = rounds.logits.shape
+    ids = emitter.input_ids.repeat_interleave(nodes, dim=0)
+    scores = emitter.processors(ids, rounds.logits.float().flatten(0, 1)).unflatten(0, (batch, nodes))
     probabilities = torch.softmax(scores, dim=-1)
     rounds.set_path(*sample_tree(tree.tokens, tree.parents, tree.depth, probabilities, rounds.noise))
-    for step, token in enumerate(_tokens(rounds)):
+    if batch > 1:
+        _emit_chosen(rounds, ragged)
+        return
+    for step, token in enumerate(_chosen(rounds)[0]):
         # A row that is no distribution is for `multinomial` to refuse; after a foreign draw the noise is another.
-        if token < 0 or not sampler.draw():
-            chosen = emitter.choose(scores[rounds.path[step]][None])
-            rounds.tokens[step] = chosen[0]
+        if token < 0 or not ragged.sampler.draw():
+            chosen = emitter.choose(scores[0, rounds.path[0, step]][None])
+            rounds.chosen[0, step] = chosen[0]
             emitter.append(chosen)
             return
-        emitter.append(token)
+        emitter.append(torch.tensor([token], device=emitter.input_ids.device))
         if emitter.done:
             return
 
 
-def _accept_on_host(rounds: Rounds, emitter: Emitter) -> None:
+def _accept_on_host(rounds: Rounds, ragged: Ragged) -> None:
     """Token by token, for processors that look at the text, and for whoever wants to see scores."""
-    path: list[int] = []
+    emitter = ragged.emitter
+    paths: list[list[int]] = [[] for _ in range(emitter.rows)]
     start = emitter.input_ids.shape[1]
+    before = [list(ahead) for ahead in ragged.ahead]
     try:
-        walk(rounds.tree.to("cpu"), rounds.logits, emitter, path)
+        walk_rows(rounds.tree.to("cpu"), rounds.logits, ragged, paths)
     finally:
-        tokens = emitter.input_ids[0, start:]
-        rounds.path[: len(path)] = torch.tensor(path, device=rounds.path.device)
-        rounds.tokens[: len(tokens)] = tokens
+        written = emitter.input_ids[:, start:].tolist()
+        for row, path in enumerate(paths):
+            tokens = [*written[row], *ragged.ahead[row]][len(before[row]) :]
+            rounds.path[row, : len(path)] = torch.tensor(path, device=rounds.path.device)
+            rounds.chosen[row, : len(tokens)] = torch.tensor(tokens, device=rounds.path.device)

@@ -1,5 +1,5 @@
-"""The drafter's state on a device: as `DraftState`, but nothing about it is known to the host, so that drafting can be
-captured in a CUDA graph.
+"""The drafter's state of a batch: as `DraftState`, but nothing about it is known to the host, so that drafting can be
+captured in a CUDA graph, and rows of different lengths go on together.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .blocks import rotary_table, unit_rms
+from .cache import write_slots
 from .draft_state import DraftState
 from .drafter import Drafter
 from .ops.cross_attention import run_cross
@@ -16,52 +17,52 @@ from .tree import pack_bits
 
 
 class DeviceDrafts:
-    """Keys and values of one sequence in buffers of fixed size, and how many slots count, in device memory.
+    """Keys and values of several sequences in buffers of fixed size, and how many slots count, in device memory.
 
     Attributes:
-        length: (1,) int64, committed slots.
-        drafted: slots behind them that hold drafted nodes; the same in every round, therefore a number.
+        length: (batch,) int64, committed slots.
+        drafted: slots behind them that hold drafted nodes; the same in every row and round, therefore a number.
+        buffers: of each block (2, batch, kv_heads, capacity, head_dim), keys and values.
     """
 
-    def __init__(self, drafter: Drafter, capacity: int) -> None:
-        """Room for ``capacity`` slots."""
+    def __init__(self, drafter: Drafter, batch: int, capacity: int) -> None:
+        """Room for ``capacity`` slots a row."""
         config, like = drafter.config, drafter.final_norm
         self.drafter, self.drafted = drafter, 0
-        self.length = torch.zeros(1, dtype=torch.long, device=like.device)
-        shape = (2, config.num_kv_heads, capacity, config.head_dim)
+        self.length = torch.zeros(batch, dtype=torch.long, device=like.device)
+        shape = (2, batch, config.num_kv_heads, capacity, config.head_dim)
         self.buffers = [torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in drafter.blocks]
 
-    @property
-    def capacity(self) -> int:
-        return self.buffers[0].shape[2]
-
-    def load(self, state: DraftState) -> None:
+    def load(self, row: int, state: DraftState) -> None:
         """Take over what a prompt left in ``state``."""
         for buffer, read in zip(self.buffers, state.committed(), strict=True):
-            buffer[:, :, : state.length] = read
-        self.length.fill_(state.length)
+            buffer[:, row, :, : state.length] = read
+        self.length[row] = state.length
 
-    def unload(self, state: DraftState, length: int) -> None:
+    def unload(self, row: int, state: DraftState, length: int) -> None:
         """Give the first ``length`` slots back to ``state``."""
-        state.replace([buffer[:, :, :length] for buffer in self.buffers], length)
+        state.replace([buffer[:, row, :, :length] for buffer in self.buffers], length)
 
     def append(self, embeds: Tensor, feats: Tensor, positions: Tensor, count: Tensor) -> Tensor:
-        """Commit the first ``count`` (1,) of P rows behind the committed slots, causally -> hidden (P, hidden).
+        """Commit the first ``count`` (batch,) of P rows behind the committed slots, causally -> hidden (batch, P,
+        hidden).
 
-        ``embeds`` (P, hidden), ``feats`` (P, feature_size) and ``positions`` (P,) as for `DraftState.append`. Rows from
-        ``count`` on may hold anything: their slots are overwritten, or never read.
+        ``embeds`` (batch, P, hidden), ``feats`` (batch, P, feature_size) and ``positions`` (batch, P) as for
+        `DraftState.append`. Rows from ``count`` on may hold anything: their slots are overwritten, or never read.
         """
-        rows = embeds.shape[0]
+        rows = embeds.shape[1]
         sees = torch.ones(rows, rows, dtype=torch.bool, device=embeds.device).tril_()
         dtype = self.buffers[0].dtype
+        sees = sees.expand(embeds.shape[0], -1, -1)
         hidden = self._run(embeds, self.drafter.reduce(feats.to(dtype)), positions, sees)
         self.length += count
         return hidden
 
     def draft(self, embeds: Tensor, feats: Tensor, position: Tensor, ancestors: Tensor) -> Tensor:
-        """As `DraftState.draft`, with ``position`` (1,) on the device."""
-        hidden = self._run(embeds, feats.to(self.buffers[0].dtype), position, ancestors)
-        self.drafted = ancestors.shape[1]
+        """As `DraftState.draft`, of a batch, with ``position`` (batch,) on the device."""
+        positions = position[:, None].expand(embeds.shape[:2])
+        hidden = self._run(embeds, feats.to(self.buffers[0].dtype), positions, ancestors)
+        self.drafted = ancestors.shape[2]
         return hidden
 
     def rewind(self) -> None:
@@ -69,22 +70,21 @@ class DeviceDrafts:
         self.drafted = 0
 
     def _run(self, embeds: Tensor, feats: Tensor, positions: Tensor, sees: Tensor) -> Tensor:
-        drafter = self.drafter
-        config = drafter.config
-        cos, sin = rotary_table(positions, config.head_dim, config.rope_theta, self.buffers[0].dtype)
-        slots = self.length + self.drafted + torch.arange(embeds.shape[0], device=embeds.device)
-        plan = TreeAttentionPlan(self.length, pack_bits(sees)[None], sees.shape[1])
-        feats = unit_rms(feats, config.rms_norm_eps)
-        x = drafter.fuse(embeds.to(feats.dtype), feats)
-        for block, buffer in zip(drafter.blocks, self.buffers, strict=True):
-            q, k, v = block.project(x, feats, cos, sin, raw_queries=True)
-            buffer[0].index_copy_(1, slots, k)
-            buffer[1].index_copy_(1, slots, v)
+        drafter, size = self.drafter, embeds.shape[:2]
+        config, dtype = drafter.config, self.buffers[0].dtype
+        cos, sin = rotary_table(positions.flatten(), config.head_dim, config.rope_theta, dtype)
+        slots = (self.length + self.drafted)[:, None] + torch.arange(size[1], device=embeds.device)
+        plan = TreeAttentionPlan(self.length, pack_bits(sees), sees.shape[2])
+        feats = unit_rms(feats.flatten(0, 1), config.rms_norm_eps)
+        x = drafter.fuse(embeds.flatten(0, 1).to(dtype), feats)
+        for block, (keys, values) in zip(drafter.blocks, self.buffers, strict=True):
+            q, k, v = (part.unflatten(1, size).transpose(0, 1) for part in block.project(x, feats, cos, sin, True))
+            write_slots(keys, slots, k)
+            write_slots(values, slots, v)
             if block.cross:
-                tables = (cos[None], sin[None]) if block.rope else (None, None)
-                cached = (buffer[:1], buffer[1:], block.q_norm, block.eps, block.scale)
-                attended = run_cross(plan, q[None], *cached, *tables)
+                tables = (cos.unflatten(0, size), sin.unflatten(0, size)) if block.rope else (None, None)
+                attended = run_cross(plan, q, keys, values, block.q_norm, block.eps, block.scale, *tables)
             else:
-                attended = plan(q[None], buffer[:1], buffer[1:], block.scale)
-            x = block.merge(x, attended[0].flatten(1))
-        return drafter.finish(x)
+                attended = plan(q, keys, values, block.scale)
+            x = block.merge(x, attended.flatten(2).flatten(0, 1))
+        return drafter.finish(x).unflatten(0, size)

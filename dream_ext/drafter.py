@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import compat
 from .blocks import Block, rms, rotary_table, unit_rms, unrolled_attention
 from .draft_state import DraftState
 from .ops.rounded_linear import RoundedWeight
@@ -135,8 +136,6 @@ class DrafterConfig:
         """The sizes of the target's own text layers, with ``changes`` on top."""
         text, name = adapter.text_config, getattr(adapter.model.config, "_name_or_path", "")
         heads = text.num_attention_heads
-        rope = getattr(text, "rope_parameters", None) or {}
-        theta = rope.get("rope_theta") if isinstance(rope, dict) else None
         base = {
             # A hub id stays whole; of a local folder the last part is the name.
             "target_name": Path(name).name if Path(name).is_absolute() else name or type(adapter.model).__name__,
@@ -147,7 +146,7 @@ class DrafterConfig:
             "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
             "head_dim": getattr(text, "head_dim", None) or adapter.hidden_size // heads,
             "vocab_size": adapter.vocab_size,
-            "rope_theta": float(theta or getattr(text, "rope_theta", None) or 10000.0),
+            "rope_theta": float(compat.rotary(text).get("rope_theta") or 10000.0),
             "rms_norm_eps": float(getattr(text, "rms_norm_eps", None) or 1e-5),
         }
         return cls(**{**base, **changes})

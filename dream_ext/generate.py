@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal
 from weakref import WeakKeyDictionary, finalize
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from dream_ext import cache as kv
+from dream_ext import compat
 from dream_ext.decode import decode
 from dream_ext.drafter import Drafter
-from dream_ext.modes import UnsupportedMode, check_mode, check_request, check_target
-from dream_ext.noise import Sampler, sample
+from dream_ext.modes import UnsupportedMode, check_generators, check_mode, check_request, check_target
+from dream_ext.noise import Sampler
 from dream_ext.packed import PackedModels
 from dream_ext.policy import suited_tree
 from dream_ext.prefill import remember, run_prefill
@@ -25,7 +27,7 @@ from dream_ext.rounds import RoundsPool
 from dream_ext.sampling import Chooser, Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.swapping import blank
-from dream_ext.targets.adapter import TargetAdapter
+from dream_ext.targets.adapter import Route, TargetAdapter
 from dream_ext.targets.fingerprint import fingerprint
 from dream_ext.tree import TreeShape
 
@@ -50,6 +52,7 @@ class Decoder:
             seen.
         forecast: when sampling, let the drafts read the noise that the coming choices will draw. It decides about speed
             alone: the text and the generator's state are the same without.
+        route: how the target's layers attend to a tree, see `TargetAdapter.route`.
     Raises:
         UnsupportedTarget: a family that tree verification does not know.
         CannotPack: weights with gradients, hooks or adapters, or not float32 or bfloat16 on a CPU.
@@ -69,6 +72,7 @@ class Decoder:
         check_target: bool = True,
         pack: bool = False,
         forecast: bool = True,
+        route: Route = "auto",
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -76,7 +80,7 @@ class Decoder:
         self.visual_ratio = drafter.config.visual_ratio if visual_ratio is None else visual_ratio
         if not 0 <= self.visual_ratio <= 1:
             raise ValueError(f"visual_ratio must lie in [0, 1], got {self.visual_ratio}")
-        self.adapter = TargetAdapter(target)
+        self.adapter = TargetAdapter(target, route)
         _check_drafter(self.adapter, drafter, check_target)
         self._packed = PackedModels()
         finalize(self, self._packed.restore, wait=False).atexit = False
@@ -100,13 +104,19 @@ class Decoder:
         """
         self._packed.restore()
 
-    def generate(self, *args, **kwargs) -> GenerateDecoderOnlyOutput | Tensor:
+    def generate(
+        self, *args, generators: Sequence[torch.Generator] | None = None, **kwargs
+    ) -> GenerateDecoderOnlyOutput | Tensor:
         """`target.generate(*args, **kwargs)`, decoded with the drafter: same arguments, same results.
 
+        Args:
+            generators: when sampling, one for each sequence, on the target's device. A row of a batch then is what the
+                target alone says to this prompt with the default generator in that state; without them the batch is
+                what the target says to the same batch.
         Raises:
-            UnsupportedMode: a mode that tree verification cannot reproduce (beams, guidance, batches, ...).
+            UnsupportedMode: a mode that tree verification cannot reproduce (beams, guidance, ...).
         """
-        with _swapped(self.target), _chosen(self):
+        with _swapped(self.target), _chosen(self, generators):
             return self.target.generate(*args, **kwargs)
 
     def custom_generate(
@@ -125,8 +135,8 @@ class Decoder:
     def _decode(self, input_ids, processors, criteria, config, streamer, model_kwargs):
         check_target(self.target)
         check_request(input_ids, processors, config, model_kwargs)
-        cache = model_kwargs["past_key_values"]
-        chooser = self._chooser(input_ids, config)
+        cache = compat.cache_of(model_kwargs)
+        chooser = self._chooser(input_ids, config, _GENERATORS.get())
         emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
         kv.adopt(cache)
         try:
@@ -139,16 +149,17 @@ class Decoder:
         if not config.return_dict_in_generate:
             return emitter.input_ids
         return GenerateDecoderOnlyOutput(
-            sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, past_key_values=cache
+            sequences=emitter.input_ids, scores=emitter.scores, logits=emitter.logits, **{compat.CACHE: cache}
         )
 
-    def _chooser(self, input_ids: Tensor, config) -> Chooser:
+    def _chooser(self, input_ids: Tensor, config, generators: Sequence[torch.Generator] | None) -> Chooser:
+        check_generators(generators, input_ids, config)
         if not config.do_sample:
             return greedy
-        return Sampler(input_ids.device, config.temperature or 1.0) if self.forecast else sample
+        return Sampler(input_ids.device, config.temperature or 1.0, len(input_ids), generators, self.forecast)
 
     def _run(self, emitter: Emitter, cache, input_ids: Tensor, config, model_kwargs: dict) -> None:
-        stats = self.stats = Stats(tree=self.tree)
+        stats = self.stats = Stats(tree=self.tree, batch=len(input_ids))
         clock = PhaseClock(stats, self.adapter.device)
         try:
             with clock.phase("prefill"):
@@ -157,7 +168,7 @@ class Decoder:
                 )
             decode(prefill, emitter, self.tree, self._rounds, clock, stats)
         finally:
-            stats.new_tokens = emitter.emitted
+            stats.new_tokens = emitter.written
             clock.stop()
         remember(prefill)
 
@@ -200,6 +211,7 @@ def _check_drafter(adapter: TargetAdapter, drafter: Drafter, compare: bool) -> N
 # `generate` looks `_sample` up on the model's class.  While a decoder is at work its target's class is a subclass with
 # our `_sample`, which asks whose call this is: a decoder's own, an attached model's, or a plain one of another thread.
 _CHOSEN: ContextVar[Decoder | None] = ContextVar("dream_ext_decoder", default=None)
+_GENERATORS: ContextVar[Sequence[torch.Generator] | None] = ContextVar("dream_ext_generators", default=None)
 _ATTACHED: WeakKeyDictionary[PreTrainedModel, list[Decoder]] = WeakKeyDictionary()
 _SWAPS: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 _LOCK = threading.Lock()
@@ -207,12 +219,13 @@ _HOOKED: dict[type, type] = {}
 
 
 @contextmanager
-def _chosen(decoder: Decoder | None) -> Iterator[None]:
-    token = _CHOSEN.set(decoder)
+def _chosen(decoder: Decoder | None, generators: Sequence[torch.Generator] | None = None) -> Iterator[None]:
+    tokens = _CHOSEN.set(decoder), _GENERATORS.set(generators)
     try:
         yield
     finally:
-        _CHOSEN.reset(token)
+        _CHOSEN.reset(tokens[0])
+        _GENERATORS.reset(tokens[1])
 
 
 def _active(model: PreTrainedModel) -> Decoder | None:

@@ -18,7 +18,8 @@ from dream_ext.tree import Tree, TreeShape
 
 
 class Drafts(Protocol):
-    """The drafter's state while a tree grows: `DraftState`, or `DeviceDrafts` on a GPU."""
+    """The drafter's state while a tree grows: `DraftState`, or `DeviceDrafts` of a batch (all shapes then have a batch
+    dimension in front)."""
 
     def draft(self, embeds: Tensor, feats: Tensor, position: int | Tensor, ancestors: Tensor) -> Tensor:
         """Add m drafted slots, see `DraftState.draft` -> hidden (m, hidden)."""
@@ -35,7 +36,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class Candidates:
-    """Drafted tokens below a root, level after level; c of them.
+    """Drafted tokens below a root, level after level; c of them, or (batch, c).
 
     Attributes:
         tokens: (c,) target ids; scores: (c,) fp32, cumulative; parents: (c,) indices among the candidates, -1 for the
@@ -48,12 +49,13 @@ class Candidates:
     levels: tuple[int, ...]
 
     def tree(self, root: int | Tensor, nodes: int, depth: int | None = None) -> Tree:
-        """The root, a token or a tensor (1,) of it, with the best ``nodes - 1`` candidates of the first ``depth``
-        levels (all when None)."""
+        """The root, a token or a tensor (1,) or (batch, 1) of it, with the best ``nodes - 1`` candidates of the first
+        ``depth`` levels (all when None)."""
         count = sum(self.levels[:depth])
-        picked, parents, depths, ancestors = run_rank(self.scores[:count], self.parents[:count], nodes)
+        scores, ups = (part[..., :count].contiguous() for part in (self.scores, self.parents))
+        picked, parents, depths, ancestors = run_rank(scores, ups, nodes)
         first = root if isinstance(root, Tensor) else torch.tensor([root], device=picked.device)
-        return Tree(torch.cat([first, self.tokens[picked]]), parents, depths, ancestors)
+        return Tree(torch.cat([first, self.tokens.gather(-1, picked)], dim=-1), parents, depths, ancestors)
 
 
 def grow_tree(
@@ -92,33 +94,35 @@ def grow(
 
     Args:
         state: the drafter's state, committed up to and including the root's slot.
-        hidden: (hidden,) the drafter's output at the root.
-        position: rotary position of the root, a number or a tensor (1,).
+        hidden: (hidden,) or (batch, hidden) the drafter's output at the root.
+        position: rotary position of the root, a number; or (batch,).
     """
     frontier = _Frontier.at_root(hidden)
     tokens, scores, parents = [], [], []
     for level in range(1, depth + 1):
         with nvtx_range(f"draft level {level}"):
             if level > 1:
-                embeds = adapter.embed(frontier.tokens[None])[0]
+                ids = frontier.tokens
+                embeds = adapter.embed(ids.view(-1, ids.shape[-1])).view(*ids.shape, -1)
                 frontier.read(state.draft(embeds, frontier.features, position + level - 1, frontier.sees))
             logits = _masked_logits(drafter, frontier.hidden)
             if scorer is not None:
                 logits = scorer.draft_scores(logits, level, drafter.draft_vocab, adapter.vocab_size)
             kept = min(width, logits.shape[-1])
             drafted, cumulative, best = expand_tree(logits, frontier.scores, kept)
-            first = sum(part.numel() for part in tokens)
-            tokens.append(drafter.target_ids(drafted.flatten()))
-            scores.append(cumulative.flatten())
-            parents.append(frontier.candidates.repeat_interleave(kept))
+            first = sum(part.shape[-1] for part in tokens)
+            tokens.append(drafter.target_ids(drafted.flatten(-2)))
+            scores.append(cumulative.flatten(-2))
+            parents.append(frontier.candidates.repeat_interleave(kept, dim=-1))
             if level < depth:
                 frontier = frontier.step(best, kept, first, tokens[-1], scores[-1])
     state.rewind()
-    return Candidates(torch.cat(tokens), torch.cat(scores), torch.cat(parents), tuple(part.numel() for part in tokens))
+    joined = (torch.cat(parts, dim=-1) for parts in (tokens, scores, parents))
+    return Candidates(*joined, tuple(part.shape[-1] for part in tokens))
 
 
 class _Frontier:
-    """The nodes a level expands; m of them.
+    """The nodes a level expands; m of them, or (batch, m).
 
     Attributes:
         tokens: (m,) target ids; features: (m, hidden) the drafter's output at each node's parent, standing in for the
@@ -132,21 +136,27 @@ class _Frontier:
 
     @staticmethod
     def at_root(hidden: Tensor) -> _Frontier:
-        device = hidden.device
-        none = torch.zeros(1, 0, dtype=torch.bool, device=device)
-        score = torch.zeros(1, dtype=torch.float32, device=device)
-        candidate = torch.full((1,), -1, device=device)
-        return _Frontier(None, None, hidden[None], score, candidate, none)
+        device, lead = hidden.device, hidden.shape[:-1]
+        none = torch.zeros(*lead, 1, 0, dtype=torch.bool, device=device)
+        score = torch.zeros(*lead, 1, dtype=torch.float32, device=device)
+        candidate = torch.full((*lead, 1), -1, device=device)
+        return _Frontier(None, None, hidden.unsqueeze(-2), score, candidate, none)
 
     def read(self, hidden: Tensor) -> None:
         self.hidden = hidden
 
     def step(self, best: Tensor, width: int, first: int, tokens: Tensor, scores: Tensor) -> _Frontier:
         """The next level's nodes: candidates `best` (flat indices of this level, `width` per node)."""
-        rows = best // width
-        own = torch.eye(best.numel(), dtype=torch.bool, device=best.device)
-        sees = torch.cat([self.sees[rows], own], dim=1)
-        return _Frontier(tokens[best], self.hidden[rows], None, scores[best], first + best, sees)
+        rows = (best // width).unsqueeze(-1)
+        own = torch.eye(rows.shape[-2], dtype=torch.bool, device=best.device).expand(*rows.shape[:-1], -1)
+        sees = torch.cat([_take(self.sees, rows), own], dim=-1)
+        tokens, scores = tokens.gather(-1, best), scores.gather(-1, best)
+        return _Frontier(tokens, _take(self.hidden, rows), None, scores, first + best, sees)
+
+
+def _take(nodes: Tensor, rows: Tensor) -> Tensor:
+    """Rows (..., n, 1) of ``nodes`` (..., m, size) -> (..., n, size)."""
+    return nodes.gather(-2, rows.expand(*rows.shape[:-1], nodes.shape[-1]))
 
 
 def _masked_logits(drafter: Drafter, hidden: Tensor) -> Tensor:
@@ -160,4 +170,4 @@ def _masked_logits(drafter: Drafter, hidden: Tensor) -> Tensor:
         logits = logits.float()
     least = float("-inf")
     logits = logits.nan_to_num_(nan=least, posinf=least, neginf=least)
-    return logits.index_fill_(1, drafter.ruled_out, least) if drafter.ruled_out.numel() else logits
+    return logits.index_fill_(-1, drafter.ruled_out, least) if drafter.ruled_out.numel() else logits

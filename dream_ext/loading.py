@@ -97,12 +97,13 @@ def load_target(name: str | None, dtype: torch.dtype, device: torch.device) -> A
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     import dream_ext.targets.efficientnet_lite  # noqa: F401  (registers the demo's vision tower with AutoModel)
+    from dream_ext import compat
 
     try:
-        config = AutoConfig.from_pretrained(name)
+        config = compat.read_config(AutoConfig.from_pretrained(name))
         sees = type(config) in AutoModelForImageTextToText._model_mapping
         auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
-        model = auto.from_pretrained(name, dtype=dtype)
+        model = auto.from_pretrained(name, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"cannot load the target {name}: {one_line(error)}") from error
     return model.to(device).eval()

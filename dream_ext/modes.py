@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.logits_process import UnbatchedClassifierFreeGuidanceLogitsProcessor
+
+from dream_ext import compat
 
 SUPPORTED = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -40,16 +44,34 @@ def check_request(input_ids: Tensor, processors: LogitsProcessorList, config, mo
         config.return_dict_in_generate
     )  # without one, generate itself ignores what only a dictionary could hold
     refusals = (
-        (input_ids.shape[0] != 1, f"a batch of {input_ids.shape[0]} sequences (batch size, num_return_sequences)"),
         (torch.is_autocast_enabled(input_ids.device.type), "torch.autocast"),
         (config.num_beams > 1, f"num_beams={config.num_beams}"),
         (dictionary and config.output_attentions, "output_attentions"),
         (dictionary and config.output_hidden_states, "output_hidden_states"),
         (model_kwargs.get("use_cache") is False, "use_cache=False"),
         (config.prefill_chunk_size is not None, "prefill_chunk_size"),
-        (model_kwargs.get("past_key_values") is None, "decoding without a key-value cache"),
+        (compat.cache_of(model_kwargs) is None, "decoding without a key-value cache"),
+        (compat.positions_stand_still(model_kwargs), "position_ids, which transformers moves on from 5.2 on,"),
         (any(isinstance(p, UnbatchedClassifierFreeGuidanceLogitsProcessor) for p in processors), "guidance_scale"),
     )
     for refused, what in refusals:
         if refused:
             raise UnsupportedMode(f"{what} is not supported with a drafter: decode with the target alone")
+
+
+def check_generators(generators: Sequence[torch.Generator] | None, input_ids: Tensor, config) -> None:
+    """Refuse generators that do not fit the sequences.
+
+    Raises:
+        ValueError: as many as sequences are wanted, on their device, and only when sampling.
+    """
+    if generators is None:
+        return
+    if not config.do_sample:
+        raise ValueError("generators= is for sampling: greedy decoding draws nothing (do_sample=True?)")
+    wanted = (len(input_ids), input_ids.device.type)
+    got = (len(generators), *{generator.device.type for generator in generators})
+    if got != wanted:
+        raise ValueError(
+            f"generators= must hold one torch.Generator for each sequence, {wanted[0]} on {wanted[1]}; got {got}"
+        )

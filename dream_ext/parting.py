@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from dream_ext import compat
+
 # fp32 logits of a whole model carry rounding errors of about 1e-5; a wider gap cannot be flipped by them.
 FP32_GAP = 1e-5
 
@@ -68,7 +70,7 @@ def teacher_logits(target: Any, inputs: Mapping[str, Any], ids: Sequence[int]) -
     mask = inputs.get("attention_mask")
     if mask is not None:
         mask = torch.cat([mask, torch.ones_like(tail)], dim=1)
-    answer = target(input_ids=tail, attention_mask=mask, past_key_values=prompt.past_key_values, use_cache=True)
+    answer = target(input_ids=tail, attention_mask=mask, use_cache=True, **{compat.CACHE: prompt[compat.CACHE]})
     return torch.cat([prompt.logits[0, -1:], answer.logits[0]])
 
 

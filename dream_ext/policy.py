@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from transformers import DynamicCache
 
-from . import __version__
+from . import __version__, compat
 from . import cache as kv
 from .context import DraftContext
 from .growth import grow_tree
@@ -110,12 +110,13 @@ def measure(adapter: TargetAdapter, drafter: Drafter, trees: list[TreeShape]) ->
     embeds, positions = adapter.embed(ids[None]), torch.arange(PREFIX, device=device)
     cache = DynamicCache()
     kv.adopt(cache)
-    adapter.decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
-    sees, nothing = torch.ones(PREFIX, dtype=torch.bool, device=device), torch.zeros(0, dtype=torch.long, device=device)
+    adapter.decoder(inputs_embeds=embeds, **{compat.CACHE: cache}, use_cache=True)
+    sees, root = torch.ones(1, PREFIX, dtype=torch.bool, device=device), torch.tensor([PREFIX], device=device)
+    nothing = torch.zeros(0, dtype=torch.long, device=device)
 
     def verify_once(tree: Tree) -> None:
         prefix = Prefix.of(sees, tree.nodes)
-        verify(adapter, tree, cache, prefix, PREFIX, True, drafter.config.feature_layers)
+        verify(adapter, tree.as_batch(), cache, prefix, root, True, drafter.config.feature_layers)
         kv.keep(cache, PREFIX, nothing)
 
     costs: dict[int, float] = {}
@@ -145,16 +146,17 @@ def _measure_on_device(adapter: TargetAdapter, drafter: Drafter, trees: list[Tre
     cache, context = DynamicCache(), DraftContext(drafter, adapter)
     kv.adopt(cache)
     embeds = adapter.embed(ids[None])
-    hidden = adapter.decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True).last_hidden_state[0]
+    hidden = adapter.decoder(inputs_embeds=embeds, **{compat.CACHE: cache}, use_cache=True).last_hidden_state[0]
     features = hidden.repeat(1, 1 + len(drafter.config.feature_layers))
     context.prompt(embeds[0], features, positions, positions)
     context.emitted([0], [PREFIX], context.last_feature)
-    prefill = Prefill(adapter, cache, context, adapter.lm_head(hidden[-1:])[0], PREFIX, None, True)
+    at = torch.tensor([PREFIX])
+    prefill = Prefill(adapter, cache, [context], adapter.lm_head(hidden[-1:]), at, [PREFIX], None, True)
     verify_ms: dict[int, float] = {}
     draft_ms: dict[tuple[int, int], float] = {}
     for tree in trees:
         rounds = Rounds(prefill, drafter, RoundKind.of(prefill, tree, MAX_NODES, None))
-        rounds.load(prefill, 0, PREFIX)
+        rounds.load(prefill, [0], None)
 
         def draft_once(rounds: Rounds = rounds) -> None:
             rounds.drafts.length.fill_(PREFIX)

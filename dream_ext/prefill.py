@@ -10,38 +10,47 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from dream_ext import cache as kv
+from dream_ext import compat
 from dream_ext.context import DraftContext
 from dream_ext.drafter import Drafter
 from dream_ext.stats import Stats
 from dream_ext.targets.adapter import Capture, TargetAdapter
 from dream_ext.verify import Prefix
-from dream_ext.vision import choose_rows, watch_visual_mass
+from dream_ext.vision import VisualMass, choose_rows, picture_rows, watch_visual_mass
 
 
 @dataclass
 class Prefill:
-    """A text whose prompt was forwarded.
+    """Texts whose prompts were forwarded.
 
     Attributes:
-        logits: (vocab,) the target's raw logits after the prompt.
-        position: rotary position of the next token.
-        padding: (length,) bool over the prompt's slots, False on padding; None without padding.
+        contexts: the drafter's view of each text.
+        logits: (batch, vocab) the target's raw logits after the prompts.
+        position: the target's rotary position of the next token, (batch,) int64 on the CPU, or (3, batch) with M-RoPE.
+        places: the drafter's: how many tokens precede the next one, padding not counted.
+        padding: (batch, length) bool over the prompts' slots, False on padding; None without padding.
         plain_head: see `TargetAdapter.head_is_plain`.
     """
 
     adapter: TargetAdapter
     cache: Cache
-    context: DraftContext
+    contexts: list[DraftContext]
     logits: Tensor
-    position: int
+    position: Tensor
+    places: list[int]
     padding: Tensor | None
     plain_head: bool
 
+    @property
+    def delta(self) -> Tensor:
+        """From a token's place to the target's rotary position, shaped like `position`; the same all through a text."""
+        return self.position - torch.tensor(self.places, device="cpu")
+
     def sees(self, length: int, nodes: int) -> Prefix:
         """What a tree of ``nodes`` behind the first ``length`` cache slots sees of them."""
-        sees = torch.ones(length, dtype=torch.bool, device=self.adapter.device)
+        sees = torch.ones(self.logits.shape[0], length, dtype=torch.bool, device=self.adapter.device)
         if self.padding is not None:
-            sees[: self.padding.numel()] = self.padding
+            sees[:, : self.padding.shape[1]] = self.padding
         return Prefix.of(sees, nodes)
 
 
@@ -54,73 +63,99 @@ def run_prefill(
     model_kwargs: dict,
     stats: Stats,
 ) -> Prefill:
-    """Forward the prompt through the whole target, once, with the target's own `_prefill`.
+    """Forward the prompts through the whole target, once, as `generate` does it.
 
     Args:
         visual_ratio: share of the picture positions that the drafter reads.
         config: the prepared GenerationConfig.
         model_kwargs: what `generate` hands to its decoding function.
     """
-    cache = model_kwargs["past_key_values"]
-    context = _context(cache, drafter, adapter)
+    adapter.check()
+    cache, batch = compat.cache_of(model_kwargs), input_ids.shape[0]
+    contexts, delta = _remembered(cache, drafter, adapter, batch)
     start = kv.length(cache)
+    padding = model_kwargs.get("attention_mask")
+    padding = None if padding is None else padding.bool()
+    if start and delta is not None and adapter.axes > 1:
+        # `generate` made these from `rope_deltas`, which the last call left on the model, whoever made it.
+        length = model_kwargs["position_ids"].shape[-1]
+        counted = (_real(padding, batch, length).long().cumsum(dim=1) - 1).clamp(min=0)
+        model_kwargs["position_ids"] = (counted + delta[..., None]).to(adapter.device)
     with (
         adapter.watch(drafter.config.feature_layers) as capture,
         watch_visual_mass(adapter, enabled=0 < visual_ratio < 1) as mass,
     ):
-        output = adapter.model._prefill(input_ids, config, model_kwargs)
-    hidden, logits = capture.hidden[0], output.logits[0, -1]
-    visual = _visual_mask(adapter, input_ids, hidden.shape[0])
-    padding = model_kwargs.get("attention_mask")
-    padding = None if padding is None else padding[0].bool()
-    rows = _rows(mass, visual, visual_ratio, None if padding is None else padding[start:])
-    positions = _positions(capture, start)
-    context.prompt(capture.inputs_embeds[0], capture.features[0], positions, rows)
-    stats.prompt_tokens = hidden.shape[0]
+        output = compat.prefill(adapter.model, input_ids, config, model_kwargs)
+    hidden, logits = capture.hidden, output.logits[:, -1]
+    visual = _visual_mask(adapter, input_ids, hidden.shape[1])
+    real = _real(padding, batch, start + hidden.shape[1])
+    places = real.long().cumsum(dim=1)  # of each slot, how many tokens it ends; an index plus one
+    for row, context in enumerate(contexts):
+        ids = input_ids[row, -hidden.shape[1] :] if adapter.rows_are_apart else None
+        rows = _rows(mass, row, visual[row], picture_rows(visual[row], ids), visual_ratio, real[row])
+        _read(context, capture, row, rows, (places[row, start:] - 1).clamp(min=0), real[row, start:])
+        stats.visual_kept += int(visual[row, rows].sum())
+    stats.prompt_tokens = hidden.shape[0] * hidden.shape[1]
     stats.visual_tokens = int(visual.sum())
-    stats.visual_kept = int(visual[rows].sum())
-    position = int(positions[-1]) + 1
-    plain = adapter.head_is_plain(hidden[-1], logits)
-    return Prefill(adapter, cache, context, logits, position, padding, plain)
+    plain = adapter.head_is_plain(hidden[0, -1], logits[0])
+    position = adapter.next_positions(capture.position_ids, start + hidden.shape[1])
+    position = position.expand(*position.shape[:-1], batch).cpu()
+    return Prefill(adapter, cache, contexts, logits, position, places[:, -1].tolist(), padding, plain)
 
 
-# The drafter's view of the texts whose caches somebody still holds.  Beside the caches, not in them: a cache is copied
-# and saved by its owner, and must not drag the target along.
-_CONTEXTS: WeakKeyDictionary[Cache, DraftContext] = WeakKeyDictionary()
+def _real(padding: Tensor | None, batch: int, length: int) -> Tensor:
+    """(batch, length) bool on the CPU, False on padding."""
+    return torch.ones(batch, length, dtype=torch.bool, device="cpu") if padding is None else padding.cpu()
+
+
+def _read(context: DraftContext, capture: Capture, row: int, rows: Tensor, places: Tensor, real: Tensor) -> None:
+    """Queue what the drafter reads of one prompt; the text begins after a zero feature, not after one of padding."""
+    embeds, features = capture.inputs_embeds[row], capture.features[row]
+    device = embeds.device
+    features = features.masked_fill(~real.to(device)[:, None], 0)
+    context.prompt(embeds, features, places.to(device), rows.to(device))
+
+
+# What is known of the texts whose caches somebody still holds: the drafter's view, and `Prefill.delta`.  Beside the
+# caches, not in them: a cache is copied and saved by its owner, and must not drag the target along.
+_TEXTS: WeakKeyDictionary[Cache, tuple[list[DraftContext], Tensor]] = WeakKeyDictionary()
 
 
 def remember(prefill: Prefill) -> None:
-    """Keep the drafter's context for a call that resumes from the cache."""
-    _CONTEXTS[prefill.cache] = prefill.context
+    """Keep what a call that resumes from the cache needs. The drafter's view of a batch is not kept, because its rows
+    end in rounds of different lengths."""
+    _TEXTS[prefill.cache] = (prefill.contexts if len(prefill.contexts) == 1 else [], prefill.delta)
 
 
-def _context(cache: Cache, drafter: Drafter, adapter: TargetAdapter) -> DraftContext:
-    """The context that belongs to a resumed cache, or a new one.
+def _remembered(
+    cache: Cache, drafter: Drafter, adapter: TargetAdapter, batch: int
+) -> tuple[list[DraftContext], Tensor | None]:
+    """The contexts that belong to a resumed cache, or new ones; and its `Prefill.delta`, None when it is not known.
 
-    A cache that was filled elsewhere, or cropped since, starts a new context: the drafter then reads the new part of
-    the text only, and drafts less well; the text is the same.
+    A cache that was filled elsewhere, or cropped since, starts new contexts: the drafter then reads the new part of the
+    text only, and drafts less well; the text is the same.
     """
-    old = _CONTEXTS.pop(cache, None)
-    if old is not None and old.drafter is drafter and old.length == kv.length(cache):
-        old.rewind_last()
-        return old
-    return DraftContext(drafter, adapter)
+    contexts, delta = _TEXTS.pop(cache, ([], None))
+    delta = delta if delta is not None and delta.shape[-1] == batch else None  # rows may have been repeated or picked
+    if len(contexts) == batch and contexts[0].drafter is drafter and contexts[0].length == kv.length(cache):
+        contexts[0].rewind_last()
+        return contexts, delta
+    return [DraftContext(drafter, adapter) for _ in range(batch)], delta
 
 
 def _visual_mask(adapter: TargetAdapter, input_ids: Tensor, length: int) -> Tensor:
-    """(length,) bool over the forwarded positions; all False when the prompt came as embeddings."""
+    """(batch, length) bool over the forwarded positions; all False when the prompt came as embeddings."""
     if input_ids.shape[1] < length:
-        return torch.zeros(length, dtype=torch.bool, device=input_ids.device)
-    return adapter.visual_mask(input_ids[0, -length:])
+        return torch.zeros(input_ids.shape[0], length, dtype=torch.bool, device=input_ids.device)
+    return adapter.visual_mask(input_ids[:, -length:])
 
 
-def _rows(mass, visual: Tensor, ratio: float, padding: Tensor | None) -> Tensor:
-    rows = choose_rows(mass.scores(visual) if visual.any() and 0 < ratio < 1 else None, visual, ratio)
-    return rows if padding is None else rows[padding[rows]]
-
-
-def _positions(capture: Capture, start: int) -> Tensor:
-    """(length,) rotary positions of the forwarded prompt, one axis."""
-    if capture.position_ids is None:
-        return torch.arange(start, start + capture.hidden.shape[1], device=capture.hidden.device)
-    return capture.position_ids[0]
+def _rows(
+    mass: VisualMass, row: int, visual: Tensor, pictures: list[Tensor], ratio: float, real: Tensor
+) -> Tensor:
+    """Rows that the drafter reads of one prompt, padding left out: ``visual`` (length,) bool of what was forwarded,
+    ``real`` bool over all slots."""
+    lead = int(real.long().argmax())
+    scores = mass.scores(visual, pictures, row, lead) if pictures and 0 < ratio < 1 else None
+    rows = choose_rows(scores, visual, ratio, pictures)
+    return rows if real.all() else rows[real[-len(visual) :].to(rows.device)[rows]]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dream_ext import compat
 from dream_ext.blocks import Block
 from dream_ext.cache import TreeLayer
 from dream_ext.ops._border import has_kernel
@@ -185,31 +186,32 @@ def _quick_layer(cls: type) -> type:
         position_embeddings=None,
         **kwargs,
     ) -> Tensor:
-        alone = hidden_states.shape[0] == 1 and past_key_values is not None and not self.training
-        plan = _plan(self, hidden_states, _LayerPlan) if alone else None
+        past_key_values = kwargs.pop(compat.CACHE, past_key_values)
+        cached = past_key_values is not None and not self.training
+        plan = _plan(self, hidden_states, _LayerPlan) if cached else None
         if plan is not None and (_window(self.self_attn) is not None or not is_stock_sdpa(self.self_attn.config)):
             plan = None
         if plan is None:
             return cls.forward(
-                self, hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+                self, hidden_states, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache,
+                position_embeddings=position_embeddings, **{compat.CACHE: past_key_values}, **kwargs,
             )  # fmt: skip
-        attention, x = self.self_attn, hidden_states[0]
-        cos, sin = (table[0] for table in position_embeddings)
+        attention, size, x = self.self_attn, hidden_states.shape[:2], hidden_states.flatten(0, 1)
+        cos, sin = (table.expand(*size, -1).flatten(0, 1) for table in position_embeddings)
         route = route_of(attention)
-        if route is not None and route.bits is not None:
+        if size[0] == 1 and route is not None and route.bits is not None:
             cached = past_key_values.layers[attention.layer_idx]
-            if type(cached) is TreeLayer:
+            if type(cached) is TreeLayer and cached.slots is None:
                 cache = cached.extend(x.shape[0])
                 return run_block(x, plan.project, plan.merge, cos, sin, *cache, *route.bits, attention.scaling)[None]
-        q, k, v = (heads[None] for heads in plan.project(x, cos, sin))
+        q, k, v = (heads.unflatten(1, size).transpose(0, 1) for heads in plan.project(x, cos, sin))
         k, v = past_key_values.update(k, v, attention.layer_idx)
         if attention_mask is None and x.shape[0] == 1 and takes_rows_of_ours(attention):
             mixed = attend_one_row(q, k, v, attention.scaling)
         else:
             attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
             mixed, _ = attend(attention, q, k, v, attention_mask, dropout=0.0, scaling=attention.scaling, **kwargs)
-        return plan.merge(x, mixed.reshape(x.shape[0], -1))[None]
+        return plan.merge(x, mixed.reshape(x.shape[0], -1)).unflatten(0, size)
 
     return _subclass(cls, forward=forward)
 
@@ -227,6 +229,7 @@ class _BlockPlan(_Plan):
         norm = {"norm": block.input_norm, "eps": block.eps}
         if block.cross:
             self.project = ProjectPlan(first[:1], (heads, 0, 0), size, q_norm=block.q_norm, **norm)
+            self.project_raw = ProjectPlan(first[:1], (heads, 0, 0), size, **norm)
             self.project_feats = ProjectPlan(
                 first[1:], (0, kv_heads, kv_heads), size, normed=False, eps=block.eps, k_norm=block.k_norm
             )
@@ -238,12 +241,15 @@ class _BlockPlan(_Plan):
 
 @cache
 def _quick_block(cls: type) -> type:
-    def project(self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, feats: Tensor, cos: Tensor, sin: Tensor, raw_queries: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
         plan = _plan(self, x, _BlockPlan)
         if plan is None:
-            return cls.project(self, x, feats, cos, sin)
+            return cls.project(self, x, feats, cos, sin, raw_queries)
         table = (cos, sin) if self.rope else (None, None)
-        q, k, v = plan.project(x, *table)
+        raw = raw_queries and self.cross
+        q, k, v = plan.project_raw(x, None, None) if raw else plan.project(x, *table)
         if self.cross:
             _, k, v = plan.project_feats(feats, *table)
         return q, k, v

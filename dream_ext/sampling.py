@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from dream_ext import compat
+from dream_ext.noise import Sampler
 from dream_ext.ops._border import has_kernel, unit_stride
 from dream_ext.ops._native import on_cuda
 from dream_ext.ops.verify_tree import run_verify
@@ -22,17 +24,21 @@ Chooser = Callable[[Tensor], Tensor]
 
 
 def greedy(scores: Tensor) -> Tensor:
-    """(1, vocab) processed scores -> (1,) token id, the lowest id on ties."""
+    """(rows, vocab) processed scores -> (rows,) token ids, the lowest id on ties."""
     return scores.argmax(dim=-1)
 
 
 class Emitter:
-    """One sequence being written: processors, choice, streamer and stopping criteria, token by token.
+    """Sequences being written, one token each a step: processors, choice, streamer and stopping criteria.
 
     Args:
-        input_ids: (1, length) prompt.
+        input_ids: (rows, length) prompts.
         processors, criteria, config, streamer: as `generate` prepared them.
-        choose: scores -> token.
+        choose: scores -> tokens.
+
+    Attributes:
+        emitted: steps so far; written: tokens of all rows, padding not counted.
+        unfinished: for each row, whether no criterion has ended it; all rows go on until none is unfinished (`done`).
     """
 
     def __init__(
@@ -52,8 +58,16 @@ class Emitter:
         wanted = config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if wanted and config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if wanted and config.output_logits else None
-        self.emitted = 0
+        # As in plain decoding a finished row goes on, with padding where a criterion knows of ends.
+        ends = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        self.pad: int | None = int(config._pad_token_tensor) if ends and self.rows > 1 else None
+        self.unfinished = [True] * self.rows
+        self.emitted = self.written = 0
         self.done = False
+
+    @property
+    def rows(self) -> int:
+        return self.input_ids.shape[0]
 
     @property
     def remaining(self) -> int | None:
@@ -62,38 +76,68 @@ class Emitter:
         return None if limit is None else limit - self.input_ids.shape[1]
 
     @property
+    def silent(self) -> bool:
+        """Whether nobody wants to see scores."""
+        return self.scores is None and self.logits is None
+
+    @property
     def argmax_alone(self) -> bool:
         """Whether every token is the argmax of its raw logits, and nobody wants to see them."""
-        return self.choose is greedy and not self.processors and self.scores is None and self.logits is None
+        return self.choose is greedy and not self.processors and self.silent
+
+    def padded(self, row: int) -> bool:
+        """Whether nothing but padding follows in a row."""
+        return self.pad is not None and not self.unfinished[row]
+
+    def raw(self, logits: Tensor) -> Tensor:
+        """A copy of logits as processors get them."""
+        return logits.to(copy=True, dtype=torch.float32, device=self.input_ids.device)
 
     def emit(self, logits: Tensor) -> int:
-        """Choose, append and announce the token after the current prefix.
+        """`emit_rows` of a single sequence: raw logits (vocab,) -> its token."""
+        return self.emit_rows(logits[None])[0]
+
+    def emit_rows(self, logits: Tensor) -> list[int]:
+        """Choose, append and announce the token after the current prefix of every row.
 
         Args:
-            logits: (vocab,) the target's raw logits at the prefix.
+            logits: (rows, vocab) the target's raw logits at the prefixes.
         Returns:
-            the token; `done` says whether it was the last.
+            the tokens; `done` says whether they were the last.
         """
-        raw = logits[None].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        raw = self.raw(logits)
         scores = self.processors(self.input_ids, raw)
+        self.record(scores, raw)
+        tokens = self.choose(scores, self.unfinished) if isinstance(self.choose, Sampler) else self.choose(scores)
+        return self.append(tokens)
+
+    def record(self, scores: Tensor, raw: Tensor) -> None:
+        """Keep one step's processed scores and raw logits, (rows, vocab) fp32 each, for whoever wants to see them."""
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        return self.append(self.choose(scores))
 
-    def append(self, token: Tensor) -> int:
-        """Append and announce a chosen token (1,); returns it as `emit` does."""
-        self.input_ids = torch.cat([self.input_ids, token[:, None]], dim=-1)
+    def append(self, tokens: Tensor) -> list[int]:
+        """Append and announce chosen tokens (rows,), padding in their place where a row is finished; returns them."""
+        if not all(self.unfinished) and self.pad is not None:
+            live = torch.tensor(self.unfinished, device=tokens.device)
+            tokens = tokens.where(live, self.pad)
+        self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
         self.emitted += 1
-        if self.streamer is not None:
-            self.streamer.put(token.cpu())
-        self.done = bool(self.criteria(self.input_ids, self.scores).all())
-        return int(token)
+        self.written += self.rows if self.pad is None else sum(self.unfinished)
+        if self.streamer is not None and compat.STREAMS_FIRST:
+            self.streamer.put(tokens.cpu())
+        ended = self.criteria(self.input_ids, self.scores).tolist()
+        self.unfinished = [live and not end for live, end in zip(self.unfinished, ended, strict=True)]
+        if self.streamer is not None and not compat.STREAMS_FIRST:
+            self.streamer.put(tokens.cpu())
+        self.done = not any(self.unfinished)
+        return tokens.tolist()
 
 
 def walk(tree: Tree, logits: Tensor, emitter: Emitter, path: list[int]) -> None:
-    """Emit from the root on, stepping to the child that holds the emitted token while there is one.
+    """Emit a single sequence from the root on, stepping to the child that holds the emitted token while there is one.
 
     Args:
         logits: (nodes, vocab) the target's raw logits after every node.

@@ -24,8 +24,10 @@ class Stats:
         tree: the shape the trees were grown to.
         prompt_tokens: positions of the prompt, pictures expanded, that this call forwarded.
         visual_tokens, visual_kept: picture positions in the prompt, and how many of them the drafter read.
-        new_tokens: tokens emitted.
+        batch: texts that were decoded together.
+        new_tokens: tokens emitted, of all texts; padding behind finished ones is not counted.
         rounds: verify forwards of the target; the prefill is not counted.
+        row_rounds: the same, counted once for each text that was not finished.
         accepted_per_depth: entry d counts the rounds in which a drafted token of depth d + 1 was accepted.
         ms: milliseconds by phase; `other` is what no phase claims, `total` the whole call.
     """
@@ -34,8 +36,10 @@ class Stats:
     prompt_tokens: int = 0
     visual_tokens: int = 0
     visual_kept: int = 0
+    batch: int = 1
     new_tokens: int = 0
     rounds: int = 0
+    row_rounds: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
     ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys((*PHASES, "other", "total"), 0.0))
 
@@ -46,30 +50,35 @@ class Stats:
 
     @property
     def tau(self) -> float:
-        """Tokens emitted per verify forward, bonus token included; plain decoding is 1.00.
+        """Tokens emitted per verify forward and text, bonus token included; plain decoding is 1.00.
 
         The first token comes from the prefill and counts on neither side.
         """
-        return (self.new_tokens - 1) / self.rounds if self.rounds else 1.0
+        return (self.new_tokens - self.batch) / self.row_rounds if self.row_rounds else 1.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Decode only: tokens after the first over the time after the prefill."""
+        """Decode only: tokens after the first, of all texts, over the time after the prefill."""
         ms = self.ms["total"] - self.ms["prefill"]
-        return 1e3 * (self.new_tokens - 1) / ms if ms > 0 and self.new_tokens > 1 else 0.0
+        return 1e3 * (self.new_tokens - self.batch) / ms if ms > 0 and self.new_tokens > self.batch else 0.0
 
     @property
     def tokens_per_s_e2e(self) -> float:
         """All tokens over the whole call, vision tower and prefill included."""
         return 1e3 * self.new_tokens / self.ms["total"] if self.ms["total"] > 0 else 0.0
 
-    def count_round(self, accepted: int) -> None:
-        """Record a round in which `accepted` drafted tokens were kept."""
+    def count_round(self, emitted: list[int], finished: list[bool] | None = None) -> None:
+        """Record a round that emitted so many tokens of each text, drafted ones and the bonus; ``finished`` texts do
+        not count."""
         self.rounds += 1
-        missing = accepted - len(self.accepted_per_depth)
-        self.accepted_per_depth.extend([0] * max(0, missing))
-        for depth in range(accepted):
-            self.accepted_per_depth[depth] += 1
+        for row, tokens in enumerate(emitted):
+            if finished is not None and finished[row]:
+                continue
+            self.row_rounds += 1
+            missing = tokens - 1 - len(self.accepted_per_depth)
+            self.accepted_per_depth.extend([0] * max(0, missing))
+            for depth in range(tokens - 1):
+                self.accepted_per_depth[depth] += 1
 
     def to_dict(self) -> dict:
         """Everything above as plain numbers, for JSON."""

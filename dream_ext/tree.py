@@ -33,7 +33,8 @@ class TreeShape:
 
 @dataclass(frozen=True)
 class Tree:
-    """N candidate tokens below one root, in topological order; node 0 is the root, a token already decided.
+    """N candidate tokens below one root, in topological order; node 0 is the root, a token already decided. Or a batch
+    of such trees of one size; every attribute then has a batch dimension in front.
 
     Attributes:
         tokens: (N,) int64 token ids in the target's vocabulary.
@@ -49,10 +50,18 @@ class Tree:
 
     @property
     def nodes(self) -> int:
-        return self.tokens.numel()
+        return self.tokens.shape[-1]
+
+    def row(self, index: int) -> Tree:
+        """One tree of a batch."""
+        return Tree(*(part[index] for part in (self.tokens, self.parents, self.depth, self.ancestors)))
+
+    def as_batch(self) -> Tree:
+        """A batch of this one tree."""
+        return Tree(*(part[None] for part in (self.tokens, self.parents, self.depth, self.ancestors)))
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that holds `token`, if it was drafted."""
+        """The child of `node` that holds `token`, if it was drafted; of a tree without batch dimension."""
         found = ((self.parents == node) & (self.tokens == token)).nonzero()
         return int(found[0]) if found.numel() else None
 
@@ -79,5 +88,5 @@ class Tree:
 
 
 def pack_bits(sees: Tensor) -> Tensor:
-    """(N, count) bool, count at most 64 -> (N,) int64 bit masks: bit j of entry i is element (i, j)."""
-    return (sees.long() << torch.arange(sees.shape[1], device=sees.device)).sum(dim=1)
+    """(..., N, count) bool, count at most 64 -> (..., N) int64 bit masks: bit j of entry i is element (i, j)."""
+    return (sees.long() << torch.arange(sees.shape[-1], device=sees.device)).sum(dim=-1)

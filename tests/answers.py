@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from oracle import oracle_drafts
+from tiny import VOCAB
 
 from dream_ext import Decoder, TreeShape
 
@@ -29,3 +30,15 @@ def ours(model, inputs, drafter, monkeypatch, text, seed=None, tree_seed=0, **kw
 
 def ids(out):
     return (out if torch.is_tensor(out) else out.sequences)[0].tolist()
+
+
+def letters():
+    """A tokenizer of one letter per id, for stop strings and text streamers."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    # transformers cleans the vocabulary with the help of a latin prefix, which must be spellable
+    letter = lambda i: chr(ord("a") + i - 100) if 100 <= i < 126 else chr(0x4E00 + i)  # noqa: E731
+    tokenizer = Tokenizer(models.BPE(vocab={letter(i): i for i in range(VOCAB)}, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -39,35 +39,44 @@ def _add(tokens: list[int], parents: list[int], depth: list[int], parent: int, t
 
 
 @contextmanager
-def oracle_drafts(monkeypatch, text: list[int], vocab: int = 150, seed: int = 0, nodes: int = 24):
-    """Replace the drafter's trees by random ones that hold pieces of `text` (prompt and answer).
+def oracle_drafts(monkeypatch, text: list, vocab: int = 150, seed: int = 0, nodes: int = 24):
+    """Replace the drafter's trees by random ones that hold pieces of `text` (prompt and answer; or one such list for
+    each row of a batch, padding included).
 
     The drafter still reads its rows, so that its bookkeeping is exercised.  Yields the list of drafted trees.
     """
     rng, drafted = random.Random(seed), []
+    texts = text if text and isinstance(text[0], list) else [text]
     original = DraftContext.draft
 
     def draft(self, root, position, shape, sampler=None):
         original(self, root, position, shape, sampler)
-        start = self.length + 1  # the root's index in the text is `length`
-        truth = text[start : start + shape.depth] if text[self.length] == root else []
-        drafted.append(random_tree(rng, root, truth, vocab, nodes))
+        drafted.append(random_tree(rng, root, coming(texts[0], self.length, root, shape.depth), vocab, nodes))
         return drafted[-1]
 
     original_on_device = Rounds._draft
 
     def draft_on_device(self):
         original_on_device(self)
-        start, depth = int(self.length) + 1, self.kind.shape.depth  # the root's index in the text is `length`
-        root = int(self.tokens[int(self.count) - 1])
-        truth = text[start : start + depth] if text[start - 1] == root else []
-        self.tree = of_size(rng, random_tree(rng, root, truth, vocab, self.nodes), vocab, self.nodes, depth)
-        drafted.append(self.tree)
+        depth, rows = self.kind.shape.depth, []
+        for row in range(self.kind.batch):
+            root = int(self.tokens[row, int(self.count[row]) - 1])
+            truth = coming(texts[row % len(texts)], int(self.length[row]), root, depth)
+            tree = of_size(rng, random_tree(rng, root, truth, vocab, self.nodes), vocab, self.nodes, depth)
+            rows.append(self.tree.row(row) if self.padded[row] else tree)
+            drafted.append(rows[-1])
+        parts = zip(*((tree.tokens, tree.parents, tree.depth, tree.ancestors) for tree in rows))
+        self.tree = Tree(*map(torch.stack, parts))
 
     with monkeypatch.context() as patch:
         patch.setattr(DraftContext, "draft", draft)
         patch.setattr(Rounds, "_draft", draft_on_device)
         yield drafted
+
+
+def coming(text: list[int], length: int, root: int, depth: int) -> list[int]:
+    """What follows the root in a text; its index there is ``length``, the number of positions before it."""
+    return text[length + 1 : length + 1 + depth] if text[length : length + 1] == [root] else []
 
 
 def of_size(rng: random.Random, tree: Tree, vocab: int, nodes: int, depth: int) -> Tree:

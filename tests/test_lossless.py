@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from answers import NEW, SHAPE, ids, ours, plain
-from tiny import VOCAB, build_llama, build_llava, random_drafter
+from answers import NEW, SHAPE, ids, letters, ours, plain
+from tiny import build_llama, build_llava, random_drafter
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.logits_process import TemperatureLogitsWarper
@@ -185,18 +185,6 @@ def test_streamer(eos, llava, monkeypatch):
     plain(model, inputs, streamer=theirs, **kwargs)
     ours(model, inputs, drafter, monkeypatch, ids(base), streamer=mine, **kwargs)
     assert (mine.parts, mine.ends) == (theirs.parts, theirs.ends)
-
-
-def letters():
-    """A tokenizer of one letter per id, for stop strings and text streamers."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    # transformers cleans the vocabulary with the help of a latin prefix, which must be spellable
-    letter = lambda i: chr(ord("a") + i - 100) if 100 <= i < 126 else chr(0x4E00 + i)  # noqa: E731
-    tokenizer = Tokenizer(models.BPE(vocab={letter(i): i for i in range(VOCAB)}, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def test_stop_strings(llava, monkeypatch):

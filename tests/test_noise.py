@@ -151,5 +151,5 @@ def test_scores_without_a_distribution_are_refused_as_by_multinomial():
 def test_noise_that_is_zero_breaks_no_draft():
     """Catches an infinite score: the generator may return exactly 0."""
     sampler = Sampler(CPU)
-    sampler.forecast(0, 4)[2] = 0.0
+    sampler.forecast(0, 4)[0, 2] = 0.0
     assert sampler.draft_scores(torch.zeros(1, 4), 1, None, 4).isfinite().all()

@@ -15,6 +15,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dream_ext import Decoder
+from dream_ext.device_drafts import DeviceDrafts
 from dream_ext.packed import PackedModels
 from dream_ext.quick import is_quick, quicken, quickenable, slow
 from dream_ext.targets.adapter import TargetAdapter
@@ -270,22 +271,37 @@ def test_copies_have_no_plan(packed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cross_rope", [False, True])
 def test_quick_blocks_equal_the_drafter(dtype, cross_rope):
-    """Catches a block with another gate, norm or rotation than the module that was trained."""
+    """Catches a block with another gate, norm or rotation than the module that was trained, queries that are normed
+    twice, and rows of a batch that are mixed up."""
     model, _ = build_llama()
     drafter = random_drafter(model, cross_rope=cross_rope).to(dtype)
+    draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for block in drafter.blocks:
             if block.cross:
                 block.attention_gate.fill_(0.7)
                 block.mlp_gate.fill_(-0.4)
-    draw = torch.Generator().manual_seed(0)
+                block.q_norm.copy_(torch.rand(block.q_norm.shape, generator=draw) + 0.5)
     embeds, feats = torch.randn(2, 9, 64, generator=draw).to(dtype)
+    sees = torch.eye(3, dtype=torch.bool)
 
-    def run():
+    def alone():
         state = drafter.new_state(4)
         first = state.append(embeds, feats, torch.arange(9))
-        sees = torch.eye(3, dtype=torch.bool)
         return torch.cat([first, state.draft(embeds[:3], first[:3], 9, sees)]).float()
+
+    @torch.no_grad()
+    def of_a_batch():
+        state = DeviceDrafts(drafter, 2, 32)
+        turned, backwards = (torch.stack([x, x.flip(0)]) for x in (embeds, feats))
+        count = torch.tensor([9, 9])
+        first = state.append(turned, backwards, torch.arange(9).expand(2, -1), count)
+        return torch.cat([first[0], state.draft(turned[:, :3], first[:, :3], count, sees.expand(2, -1, -1))[0]]).float()
+
+    def run():
+        want, got = alone(), of_a_batch()
+        assert (got - want).abs().max() < (1e-5 if dtype == torch.float32 else 6e-2) * want.abs().max()
+        return want
 
     want, models = run(), PackedModels()
     models.add(drafter, drafter)

@@ -24,10 +24,11 @@ def raw_bonus_walk(tree, logits, emitter, path):
         node = child
 
 
-def raw_sampled(accept, rounds, emitter, sampler):
+def raw_sampled(accept, rounds, ragged):
     """The same bug where all choices are made at once: from the unprocessed softmax."""
+    emitter = ragged.emitter
     processors, emitter.processors = emitter.processors, LogitsProcessorList()
-    accept(rounds, emitter, sampler)
+    accept(rounds, ragged)
     emitter.processors = processors
 
 

@@ -7,11 +7,14 @@ import threading
 
 import pytest
 import torch
-from tiny import IMAGE, build_llava
+from tiny import IMAGE, build_llava, random_drafter
+from tiny_inputs import prompt
+from tiny_targets import build
 
+from dream_ext import Decoder
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.attention import capture_attention
-from dream_ext.vision import choose_rows, picture_runs, watch_visual_mass
+from dream_ext.vision import choose_rows, last_full_layer, picture_rows, watch_visual_mass
 
 pytest.importorskip("dream_ext._C", reason="the compiled operators are not built")
 
@@ -34,12 +37,12 @@ def test_scores_are_the_attention_mass_of_the_text_after_each_picture(images):
     with torch.no_grad(), watch_visual_mass(adapter) as mass:
         model(**inputs)
     got = mass.scores(visual)
-    runs = picture_runs(visual)
-    assert len(runs) == images
+    pictures = picture_rows(visual)
+    assert len(pictures) == images
     every, want = torch.arange(len(visual)), []
-    for first, last in runs:
-        voters = every[(every >= last) & ~visual]
-        want.append(eager_mass(model, inputs, adapter, voters, torch.arange(first, last)))
+    for picture in pictures:
+        voters = every[(every > picture[-1]) & ~visual]
+        want.append(eager_mass(model, inputs, adapter, voters, picture))
     torch.testing.assert_close(got, torch.cat(want), rtol=1e-4, atol=1e-5)
 
 
@@ -127,6 +130,47 @@ def test_the_quota_is_rounded_up(count, ratio):
     visual = torch.ones(count, dtype=torch.bool)
     exact = math.ceil(round(ratio * 100) * count / 100)
     assert len(choose_rows(torch.rand(count), visual, ratio)) == exact
+
+
+def test_rows_of_a_picture_that_tokens_end_are_one_picture():
+    """Catches a quota for every row of a Pixtral picture, two pictures taken for one, and one picture of one row."""
+    ids = torch.tensor([1, 9, 9, 7, 9, 9, 8, 9, 9, 9, 7, 9, 9, 9, 8, 5])  # 9 a patch, 7 ends a row, 8 the last one
+    pictures = picture_rows(ids == 9, ids)
+    assert [picture.tolist() for picture in pictures] == [[1, 2, 4, 5], [7, 8, 9, 11, 12, 13]]
+    single = torch.tensor([9, 9, 8, 9, 9, 8, 9])
+    assert [picture.tolist() for picture in picture_rows(single == 9, single)] == [[0, 1], [3, 4], [6]]
+    scores = torch.tensor([4.0, 3.0, 2.0, 1.0, 1.0, 9.0, 1.0, 1.0, 9.0, 9.0])
+    assert choose_rows(scores, ids == 9, 0.5, pictures).tolist() == [0, 1, 2, 3, 6, 8, 10, 12, 13, 14, 15]
+
+
+def pictures_in_lines(model) -> dict:
+    """Three pictures with one token between them, as a line break makes them."""
+    ids = torch.tensor([[1, 5, *[IMAGE] * 4, 7, *[IMAGE] * 4, 7, *[IMAGE] * 4, 8, 9]])
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.randn(3, 3, 28, 28)}
+
+
+@pytest.mark.parametrize("family", ["pixtral", "llava"])
+def test_the_quota_of_a_whole_picture_reaches_the_drafter(family):
+    """Catches a prefill that does not say which rows belong together, and one that says it to every family."""
+    model = build(family)
+    decoder = Decoder(model, random_drafter(model, visual_ratio=0.3))
+    inputs = prompt(family, model, "images") if family == "pixtral" else pictures_in_lines(model)
+    decoder.generate(**inputs, max_new_tokens=2)
+    ids = inputs["input_ids"][0]
+    pictures = picture_rows(ids == IMAGE, ids if family == "pixtral" else None)
+    assert len(pictures) == 3
+    assert decoder.stats.visual_kept == sum(math.ceil(0.3 * len(picture)) for picture in pictures)
+
+
+def test_the_watched_layer_sees_everything():
+    """Catches scores from a sliding layer, which knows nothing of a picture out of its window."""
+    assert last_full_layer(TargetAdapter(build("gemma3"))) == 2
+    model = build("pixtral", sliding_window=8)
+    decoder = Decoder(model, random_drafter(model, visual_ratio=0.5))
+    with pytest.raises(ValueError, match="window of 8"):
+        decoder.generate(**prompt("pixtral", model, "image"), max_new_tokens=2)
+    text = prompt("pixtral", model, "text")
+    assert torch.equal(decoder.generate(**text, max_new_tokens=2), model.generate(**text, max_new_tokens=2))
 
 
 def test_bad_ratios_and_scores_are_refused():

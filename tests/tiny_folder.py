@@ -12,9 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from dream_ext import demo, loading
+from dream_ext import compat, demo, loading
 
 TEMPLATE = (
     "{% for m in messages %}{% for part in m['content'] %}"
@@ -37,9 +36,10 @@ def save_target(folder: Path, seed: int = 0) -> Path:
         eos_token="</s>",
         pad_token="<pad>",
         extra_special_tokens={"image_token": "<image>"},
+        model_input_names=["input_ids", "attention_mask"],
     )
     side = {"height": 28, "width": 28}
-    images = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=side)
+    images = compat.pil_image_processor("clip")(size={"shortest_edge": 28}, crop_size=side)
     processor = LlavaProcessor(
         images,
         tokenizer,

@@ -75,7 +75,8 @@ def _rounded_panels(weight: Tensor) -> tuple[Tensor, Tensor]:
     rows, inputs = weight.shape
     scale = weight.abs().amax(dim=1).float() / 127 if inputs else torch.ones(rows)
     integers = (weight.float() / scale.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round() + 128
-    padded = F.pad(integers.to(torch.uint8), (0, -inputs % _TOGETHER, 0, -rows % PANEL))
+    padded = integers.new_zeros(rows + -rows % PANEL, inputs + -inputs % _TOGETHER, dtype=torch.uint8)
+    padded[:rows, :inputs] = integers
     tall, long = padded.shape
     panels = padded.view(tall // PANEL, PANEL, long // _TOGETHER, _TOGETHER).transpose(1, 2)
     return panels.flatten(), scale

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dream_ext import compat
 from dream_ext.ops.tree_attention import TreeAttentionPlan
 from dream_ext.targets.families import UnsupportedTarget
 
@@ -37,11 +38,11 @@ class _Watcher:
 
 
 _WATCHERS: ContextVar[tuple[_Watcher, ...]] = ContextVar("dream_ext_attention_watchers", default=())
-_TREE: ContextVar[tuple[object, TreeAttentionPlan] | None] = ContextVar("dream_ext_tree_attention", default=None)
+_TREE: ContextVar[tuple[object, TreePlans] | None] = ContextVar("dream_ext_tree_attention", default=None)
 
 
-# What an attention function may be asked for beside softmax(scale q k^T + mask) v.
-_EXTRAS = ("sliding_window", "softcap", "s_aux", "position_bias")
+# What an attention function may be asked for and a tree does not know.
+_UNKNOWN = ("s_aux", "position_bias")
 
 
 _ONE = torch.ones(1, 1, dtype=torch.long, device="cpu")  # ancestor bits of a tree of one node
@@ -57,16 +58,85 @@ class _Entry:
         scale = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         for watcher in _WATCHERS.get():
-            if module.config is watcher.config and module.layer_idx in watcher.layers:
+            if getattr(module, "config", None) is watcher.config and module.layer_idx in watcher.layers:
                 watcher.visit(module.layer_idx, query, key, scale)
         tree = _TREE.get()
-        if tree is not None and module.config is tree[0]:
-            for name in _EXTRAS:
-                if kwargs.get(name) is not None:
-                    raise UnsupportedTarget(f"layer {module.layer_idx} attends with {name}, not known in trees yet")
-            return tree[1](query, key, value, scale), None
+        if tree is not None and getattr(module, "config", None) is tree[0]:
+            return self._of_tree(module.layer_idx, tree[1], kwargs)(query, key, value, scale), None
         original = self.original or _eager_attention(module)
         return original(module, query, key, value, attention_mask, *args, **kwargs)
+
+    def _of_tree(self, layer: int, plans: TreePlans, kwargs: dict) -> TreeAttentionPlan:
+        """The plan for what a layer asks of its attention function."""
+        for name in _UNKNOWN:
+            if kwargs.get(name) is not None:
+                raise UnsupportedTarget(f"layer {layer} attends with {name}, not known in trees yet")
+        window = _asked_window(kwargs)
+        if window is not None and window != plans.windows[layer]:
+            raise UnsupportedTarget(
+                f"layer {layer} attends with sliding_window={window}; its configuration says {plans.windows[layer]}"
+            )
+        # Transformers' SDPA function leaves a soft cap out, whatever the layer says; its eager ones apply it.
+        softcap = kwargs.get("softcap") if self.original is None else None
+        return plans.of(layer, softcap or 0.0)
+
+
+def _asked_window(kwargs: dict) -> int | None:
+    """The window that a layer names; the mask of a prefill is made from its configuration."""
+    return kwargs.get("sliding_window")
+
+
+class TreePlans:
+    """How each layer of a target attends to a batch of trees: one `TreeAttentionPlan` for each window and soft cap.
+
+    Args:
+        windows: of every layer, see `TargetAdapter.windows`.
+        lengths, tree, padding: as for `tree_attention`.
+        ancestors, depth: (batch, nodes) int64.
+    """
+
+    def __init__(
+        self,
+        windows: tuple[int | None, ...],
+        lengths: Tensor,
+        ancestors: Tensor,
+        depth: Tensor,
+        tree: int,
+        padding: Tensor | None,
+    ) -> None:
+        self.windows = windows
+        self._lengths, self._ancestors, self._depth = lengths, ancestors, depth
+        self._tree, self._padding = tree, padding
+        self._plans: dict[tuple[int | None, float], TreeAttentionPlan] = {}
+
+    def of(self, layer: int, softcap: float = 0.0) -> TreeAttentionPlan:
+        """The plan of a layer, made once."""
+        window = self.windows[layer]
+        plan = self._plans.get((window, softcap))
+        if plan is None:
+            ancestors, behind = self._ancestors, {}
+            if window is not None:
+                ancestors = ancestors_in_window(ancestors, self._depth, window)
+                behind = {"depth": self._depth, "window": window}
+            plan = TreeAttentionPlan(
+                self._lengths, ancestors, self._tree, padding=self._padding, softcap=softcap, **behind
+            )
+            self._plans[window, softcap] = plan
+        return plan
+
+
+def ancestors_in_window(ancestors: Tensor, depth: Tensor, window: int) -> Tensor:
+    """Ancestor bits (batch, nodes) without the ancestors that lie ``window`` or more tokens above their node.
+
+    The operator never drops an ancestor. A path holds at most as many nodes as the tree, so that a wider window needs
+    no cut; reading the depths instead would make a device's host wait.
+    """
+    nodes = depth.shape[-1]
+    if window >= nodes:
+        return ancestors
+    near = depth[..., None, :] > depth[..., :, None] - window
+    bits = (near.long() << torch.arange(nodes, device=depth.device)).sum(dim=-1)
+    return ancestors & bits
 
 
 def _eager_attention(module: nn.Module) -> Callable:
@@ -78,27 +148,28 @@ def _eager_attention(module: nn.Module) -> Callable:
     raise RuntimeError(f"{type(module).__name__} has no eager attention function to go on with")
 
 
-# Entries of transformers' table that are replaced now: name -> (blocks inside, the entry before or None).
+# Entries that are replaced now: mapping and name -> (blocks inside, the entry before or None).
 _LOCK = threading.Lock()
-_REPLACED: dict[str, tuple[int, Callable | None]] = {}
+_REPLACED: dict[tuple[int, str], tuple[int, Callable | None]] = {}
 
 
 @contextmanager
-def _replaced_entry(name: str) -> Iterator[None]:
-    """The table's entry `name` is ours inside the block; the table is as before when the last block ends."""
-    own = ALL_ATTENTION_FUNCTIONS._local_mapping
+def _replaced_entry(own: MutableMapping[str, Callable], name: str) -> Iterator[None]:
+    """The entry `name` of a mapping of attention functions is ours inside the block; the mapping is as before when the
+    last block ends."""
+    place = (id(own), name)
     with _LOCK:
-        blocks, before = _REPLACED.get(name, (0, own.get(name)))
+        blocks, before = _REPLACED.get(place, (0, own.get(name)))
         if not blocks:
-            own[name] = _Entry(ALL_ATTENTION_FUNCTIONS.get(name))
-        _REPLACED[name] = (blocks + 1, before)
+            own[name] = _Entry(before or ALL_ATTENTION_FUNCTIONS.get(name))
+        _REPLACED[place] = (blocks + 1, before)
     try:
         yield
     finally:
         with _LOCK:
-            blocks, before = _REPLACED.pop(name)
+            blocks, before = _REPLACED.pop(place)
             if blocks > 1:
-                _REPLACED[name] = (blocks - 1, before)
+                _REPLACED[place] = (blocks - 1, before)
             elif before is None:
                 own.pop(name, None)
             else:
@@ -117,7 +188,7 @@ def watch_attention(
     watcher = _Watcher(adapter.text_config, frozenset(layers), visit)
     token = _WATCHERS.set((*_WATCHERS.get(), watcher))
     try:
-        with _replaced_entry(adapter.text_config._attn_implementation):
+        with _replaced_entry(*compat.attention_slot(adapter.text_config._attn_implementation, adapter.layers[0])):
             yield
     finally:
         _WATCHERS.reset(token)
@@ -143,10 +214,19 @@ def is_stock_sdpa(text_config) -> bool:
     return name == "sdpa" and (entry.original if isinstance(entry, _Entry) else entry) is sdpa_attention_forward
 
 
+def is_stock_attention(text_config) -> bool:
+    """Whether a target's attention is transformers' own SDPA, or what its modelling file does without a function."""
+    eager = text_config._attn_implementation == "eager"
+    entry = ALL_ATTENTION_FUNCTIONS.get("eager") if eager else None
+    return is_stock_sdpa(text_config) or (eager and (entry.original if isinstance(entry, _Entry) else entry) is None)
+
+
 def route_of(attention: nn.Module) -> TreeAttentionPlan | None:
-    """The plan that this layer's attention follows now, when nobody watches it."""
+    """The plan that this layer's attention follows now, when nobody watches it and there is no soft cap."""
     tree = _TREE.get()
-    return tree[1] if tree is not None and attention.config is tree[0] and not _WATCHERS.get() else None
+    if tree is None or attention.config is not tree[0] or _WATCHERS.get():
+        return None
+    return tree[1].of(attention.layer_idx)
 
 
 def takes_rows_of_ours(attention: nn.Module) -> bool:
@@ -160,11 +240,11 @@ def attend_one_row(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 @contextmanager
-def tree_route(adapter: TargetAdapter, plan: TreeAttentionPlan) -> Iterator[None]:
-    """Inside the block the text layers of the target attend as ``plan`` says, whatever mask they are given."""
-    token = _TREE.set((adapter.text_config, plan))
+def tree_route(adapter: TargetAdapter, plans: TreePlans) -> Iterator[None]:
+    """Inside the block the text layers of the target attend as ``plans`` say, whatever mask they are given."""
+    token = _TREE.set((adapter.text_config, plans))
     try:
-        with _replaced_entry(adapter.text_config._attn_implementation):
+        with _replaced_entry(*compat.attention_slot(adapter.text_config._attn_implementation, adapter.layers[0])):
             yield
     finally:
         _TREE.reset(token)

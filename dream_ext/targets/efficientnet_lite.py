@@ -12,8 +12,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+from dream_ext import compat
 
 # (repeats, kernel, first stride, expansion, channels out) of each stage, Table 1 of the paper.
 STAGES = (
@@ -29,7 +31,7 @@ STEM_CHANNELS = 32
 BATCH_NORM_EPS = 1e-3
 
 
-class EfficientNetLite0Config(PreTrainedConfig):
+class EfficientNetLite0Config(compat.PreTrainedConfig):
     """``hidden_size``: channels of the last feature map; ``image_size``: side of the square input in pixels;
     ``global_share``: the part (of the variance) that the picture's mean feature takes in every visual token."""
 
@@ -152,3 +154,4 @@ def _fold_keys(conv: str, norm: str) -> list[str]:
 
 AutoConfig.register("efficientnet_lite0", EfficientNetLite0Config, exist_ok=True)
 AutoModel.register(EfficientNetLite0Config, EfficientNetLite0, exist_ok=True)
+compat.register_tokenizers(EfficientNetLite0Config)

@@ -1,39 +1,125 @@
-"""The one table of what is known about each family of targets."""
+"""The one table of what is known about each family of targets, and how to add to it (docs/targets.md)."""
 
 from __future__ import annotations
 
-# Text decoders whose attention was checked against tree verification.  The value says which mask the decoder takes:
-# "tensor" (one 4-D mask for all layers) or "dict" (one 4-D mask per layer type, `config.layer_types`).
-TEXT_MASKS = {
-    "llama": "tensor",
-    "mistral": "tensor",
-    "qwen2": "dict",
-}
+import threading
+from dataclasses import dataclass
+from typing import Literal
 
-# Outer models whose prefill was checked (placeholder ids in the merged sequence, one decoder forward per call).
-# A text decoder of the table above may also stand alone.
-OUTER_MODELS = {"llava", "llava_next"}
+from dream_ext import compat
+
+GUIDE = "docs/targets.md says what an adapter needs, and `dream_ext.register_family` adds one"
 
 
 class UnsupportedTarget(ValueError):
     """The target cannot be driven by tree verification; the message says why."""
 
 
-def check_family(model_type: str, text_type: str) -> str:
-    """Return the kind of mask `text_type` takes.
+@dataclass(frozen=True)
+class Family:
+    """What differs between families of targets. A model around a text decoder and the decoder have one entry each.
+
+    Attributes:
+        model_type: `config.model_type` of the whole model, or of its text configuration.
+        mask: which 4-D attention mask the text decoder takes: "tensor" (one for all layers) or "dict" (one for each
+            entry of `config.layer_types`); None for a model whose text decoder has an entry of its own.
+        window: of a decoder with mask "tensor": whether `config.sliding_window`, when it is set, holds in every layer.
+            With "dict" it holds in the layers of type "sliding_attention".
+        axes: of a decoder's rotary positions: 1, or 3 where pictures have a time, a height and a width (M-RoPE).
+        features: names in the configuration of the ids in whose place pictures and videos stand in the prompt.
+        placeholders: names of further ids that are never drafted.
+        decoder: path of the text decoder in the model; empty for what `model.get_decoder()` says.
+        layers: path of its list of layers in the decoder.
+        attention: name of the attention module in a layer.
+    """
+
+    model_type: str
+    mask: Literal["tensor", "dict"] | None = None
+    window: bool = False
+    features: tuple[str, ...] = ("image_token_id", "video_token_id")
+    placeholders: tuple[str, ...] = ("pad_token_id",)
+    decoder: str = ""
+    layers: str = "layers"
+    attention: str = "self_attn"
+
+
+_KNOWN = (
+    # Text decoders, alone or inside any of the models below.
+    Family("llama", "tensor"),
+    Family("mistral", "tensor", window=True),
+    Family("qwen2", "dict"),
+    Family("qwen3", "dict"),
+    Family("gemma3_text", "dict"),
+    Family("qwen2_vl_text", "dict"),
+    Family("qwen2_5_vl_text", "dict"),
+    Family("qwen3_vl_text", "tensor"),
+    Family("qwen3_vl_moe_text", "tensor"),
+    Family("cohere2", "dict"),
+    Family("gemma", "tensor"),
+    Family("gemma2", "dict"),
+    Family("granite", "tensor"),
+    Family("ministral3", "tensor", window=True),
+    Family("phi3", "tensor", window=True),
+    Family("smollm3", "dict"),
+    # Models around a text decoder.
+    Family("llava"),
+    Family("llava_next"),
+    Family("llava_next_video"),
+    Family("llava_onevision"),
+    Family("mistral3"),
+    Family("idefics3"),
+    Family("smolvlm"),
+    Family("gemma3"),
+    Family("qwen2_vl"),
+    Family("qwen2_5_vl"),
+    Family("qwen3_vl"),
+    Family("qwen3_vl_moe"),
+    Family("aya_vision"),
+    Family("internvl"),
+    Family("paligemma"),
+    Family("vipllava"),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}
+_LOCK = threading.Lock()
+
+
+def register_family(family: Family, *, replace: bool = False) -> None:
+    """Let targets of another `model_type` be decoded; docs/targets.md tells what to try before you trust it.
 
     Raises:
-        UnsupportedTarget: for a family that is not in the tables.
+        ValueError: when there is an entry of this name and not `replace`, or its mask has no meaning.
     """
-    if text_type not in TEXT_MASKS:
+    if family.mask not in ("tensor", "dict", None):
+        raise ValueError(f"a family's mask is 'tensor', 'dict' or None, got {family.mask!r}")
+    with _LOCK:
+        if family.model_type in FAMILIES and not replace:
+            raise ValueError(f"there is a family '{family.model_type}' already: pass replace=True to put yours there")
+        FAMILIES[family.model_type] = family
+
+
+def find_family(model_type: str, text_type: str) -> tuple[Family, Family]:
+    """The entries of a whole model and of its text decoder; the same one twice for a text-only model.
+
+    Raises:
+        UnsupportedTarget: for a family that is not in the table.
+    """
+    outer, text = FAMILIES.get(model_type), FAMILIES.get(text_type)
+    if text is None or text.mask is None:
+        known = ", ".join(sorted(name for name, family in FAMILIES.items() if family.mask is not None))
         raise UnsupportedTarget(
-            f"unknown text decoder '{text_type}' (target '{model_type}'): supported are {', '.join(sorted(TEXT_MASKS))}"
+            f"unknown text decoder '{text_type}' (target '{model_type}'): supported are {known}; {GUIDE}"
         )
-    if model_type not in OUTER_MODELS and model_type != text_type:
+    if outer is None:
         raise UnsupportedTarget(
-            f"unknown target family '{model_type}': supported are {', '.join(sorted(OUTER_MODELS | set(TEXT_MASKS)))}"
+            f"unknown target family '{model_type}': supported are {', '.join(sorted(FAMILIES))}; {GUIDE}"
         )
-    return TEXT_MASKS[text_type]
+    return outer, text
+
+
+def rotary_sets(text_config) -> list[dict]:
+    """Parameters of the rotary positions: one set, or one for each type of layer."""
+    rope = compat.rotary(text_config)
+    return [part for part in rope.values() if isinstance(part, dict)] or [rope]
 
 
 def check_rotary(text_config) -> None:
@@ -44,7 +130,6 @@ def check_rotary(text_config) -> None:
     Raises:
         UnsupportedTarget: for dynamic NTK and longrope.
     """
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind in ("dynamic", "longrope"):
-        raise UnsupportedTarget(f"rope_type '{kind}' depends on the text's length and cannot be verified in a tree")
+    for kind in (part.get("rope_type", "default") for part in rotary_sets(text_config)):
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedTarget(f"rope_type '{kind}' depends on the text's length and cannot be verified in a tree")

@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from dream_ext import compat
 from dream_ext.drafter_folder import write_atomic
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.fingerprint import fingerprint
@@ -34,9 +35,9 @@ def load_target(folder: str, dtype: torch.dtype):
 
     import dream_ext.targets.efficientnet_lite  # noqa: F401  (registers the demo's vision tower with AutoModel)
 
-    config = AutoConfig.from_pretrained(folder)
+    config = compat.read_config(AutoConfig.from_pretrained(folder))
     kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model = kind.from_pretrained(folder, dtype=dtype).eval().requires_grad_(False)
+    model = kind.from_pretrained(folder, config=config, dtype=dtype).eval().requires_grad_(False)
     return model, AutoProcessor.from_pretrained(folder)
 
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from dream_ext import compat
 from dream_ext.targets.efficientnet_lite import EfficientNetLite0
 from dream_make.data.mixture import Mixture, load_answers
 from dream_make.data.pictures import plain, render
@@ -52,7 +53,10 @@ class Trainer:
     def __init__(self, recipe: dict, rank: int, world: int, out: Path, generation: int):
         self.recipe, self.rank, self.world, self.out = recipe, rank, world, out
         torch.manual_seed(recipe["seed"])
-        self.model = LlamaForCausalLM.from_pretrained(recipe["language"], dtype=COMPUTE, attn_implementation="sdpa")
+        config = compat.read_config(LlamaConfig.from_pretrained(recipe["language"]))
+        self.model = LlamaForCausalLM.from_pretrained(
+            recipe["language"], config=config, dtype=COMPUTE, attn_implementation="sdpa"
+        )
         self.tower = EfficientNetLite0.from_pretrained(recipe["vision"], dtype=COMPUTE).eval().requires_grad_(False)
         self.lora = add_lora(self.model, recipe["rank"])
         self.projector = Projector(FEATURES, HIDDEN)

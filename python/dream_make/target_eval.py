@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from dream_ext import demo_build
+from dream_ext import compat, demo_build
 from dream_make.data import prompts
 from dream_make.data.mixture import LETTERS, choice_question
 from dream_make.data.scenes import article
@@ -31,7 +31,8 @@ class Asker:
     def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16):
         self.processor = demo_build.read_processor(folder)
         self.processor.tokenizer.padding_side = "left"
-        self.model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+        config = compat.read_config(LlavaConfig.from_pretrained(folder))
+        self.model = LlavaForConditionalGeneration.from_pretrained(folder, config=config, dtype=dtype).eval()
 
     def _inputs(self, pairs: list[tuple[Image.Image, str]]):
         chats = [
@@ -69,13 +70,13 @@ class Asker:
         """Mean log-likelihood per token of each answer to the question."""
         inputs = self._inputs([(image, question)])
         prompt = self.model(**inputs, use_cache=True, logits_to_keep=1)
-        length, found = inputs["input_ids"].shape[1], []
+        cache, length, found = prompt[compat.CACHE], inputs["input_ids"].shape[1], []
         for answer in answers:
             ids = torch.tensor([self.processor.tokenizer.encode(answer, add_special_tokens=False)])
-            out = self.model(input_ids=ids, past_key_values=prompt.past_key_values, use_cache=True)
+            out = self.model(input_ids=ids, use_cache=True, **{compat.CACHE: cache})
             logits = torch.cat([prompt.logits[0, -1:], out.logits[0, :-1]]).float()
             found.append(float(torch.log_softmax(logits, -1).gather(1, ids[0][:, None]).mean()))
-            prompt.past_key_values.crop(length - prompt.past_key_values.get_seq_length())
+            cache.crop(length - cache.get_seq_length())
         return found
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    CLIPImageProcessorPil,
     CLIPVisionConfig,
     GenerationConfig,
     LlamaConfig,
@@ -19,8 +18,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from dream_ext import compat
+
 IMAGE, START, END = "<image>", "<|im_start|>", "<|im_end|>"
 SIDE, PATCH = 28, 7
+INPUTS = ["input_ids", "attention_mask"]
 CHAT = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -38,7 +40,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     special = {"eos_token": END, "pad_token": END, "additional_special_tokens": [START, IMAGE]}
-    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT, **special)
+    return PreTrainedTokenizerFast(tokenizer_object=core, chat_template=CHAT, model_input_names=INPUTS, **special)
 
 
 def make_tiny_target(folder: Path, hidden: int = 64, layers: int = 4, seed: int = 0) -> Path:
@@ -72,7 +74,9 @@ def make_tiny_target(folder: Path, hidden: int = 64, layers: int = 4, seed: int 
                 scale = 1.0 if "embed_tokens" in name else 1 / math.sqrt(weight[0].numel())
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
-    pictures = CLIPImageProcessorPil(size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE})
+    pictures = compat.pil_image_processor("clip")(
+        size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+    )
     processor = LlavaProcessor(
         pictures,
         tokenizer,

@@ -83,7 +83,7 @@ def test_a_text_that_outgrows_its_buffers(llava, monkeypatch):
     """Catches a slot lost when a text moves to larger buffers."""
     model, inputs, drafter = llava
     monkeypatch.setattr(rounds, "_AHEAD", 4)
-    monkeypatch.setattr(rounds, "_GRAIN", 16)
+    monkeypatch.setattr(rounds, "_GRAIN", dict.fromkeys(("cpu", "cuda"), 16))
     want = ids(model.generate(**inputs, do_sample=False, max_new_tokens=3 * NEW))
     got = Decoder(model, drafter, tree=SHAPE).generate(**inputs, do_sample=False, max_new_tokens=3 * NEW)
     assert ids(got) == want
