@@ -1,4 +1,5 @@
-# make demo | make test | make lint | make sanitize | make simt | make gate | make gpu | make full | make matrix | make clean
+# make demo | make test | make lint | make sanitize | make simt | make gate | make gpu | make full | make matrix | make mutants
+# make clean
 # PYTHON=python3.12 make demo
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ ifeq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
 export DREAM_CUDA ?= OFF
 endif
 
-.PHONY: demo test lint sanitize simt gate gpu full matrix clean
+.PHONY: demo test lint sanitize simt gate gpu full matrix mutants clean
 
 demo: $(VENV)/installed
 	$(BIN)/dream-ext demo --install
@@ -48,6 +49,10 @@ full: $(VENV)/installed-for-tests
 # The exactness tests under the oldest and the newest torch and transformers; by command alone, 15 GB in .matrix.
 matrix:
 	$(PYTHON) tests/matrix.py
+
+# Known bugs, put into a copy of the tree one at a time: which test catches each.
+mutants: $(VENV)/installed-for-tests
+	$(BIN)/python tests/mutants.py
 
 clean:
 	rm -rf $(VENV) .matrix build dist .pytest_cache .ruff_cache *.egg-info

@@ -117,8 +117,10 @@ def _emit_chosen(rounds: Rounds, ragged: Ragged) -> None:
                 return
         return
     for row in ragged.order():
+        padded = ragged.padded(row)
         for token in chosen[row]:
-            if not ragged.wants(row):
+            # What the operator found behind an end is not the padding that belongs there: that is the next round's.
+            if not ragged.wants(row) or ragged.padded(row) != padded:
                 break
             ragged.decide(row, token)
     ragged.write()

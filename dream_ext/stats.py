@@ -29,7 +29,8 @@ class Stats:
         rounds: verify forwards of the target; the prefill is not counted.
         row_rounds: the same, counted once for each text that was not finished.
         accepted_per_depth: entry d counts the rounds in which a drafted token of depth d + 1 was accepted.
-        ms: milliseconds by phase; `other` is what no phase claims, `total` the whole call.
+        ms: milliseconds by phase; `other` is what no phase claims, `total` all from where transformers hands over to
+            the decoder. Since 5.0 its `generate` encodes pictures before that; 4.57 does it in the prefill.
     """
 
     tree: TreeShape
@@ -64,7 +65,7 @@ class Stats:
 
     @property
     def tokens_per_s_e2e(self) -> float:
-        """All tokens over the whole call, vision tower and prefill included."""
+        """All tokens over `ms["total"]`, the prefill included."""
         return 1e3 * self.new_tokens / self.ms["total"] if self.ms["total"] > 0 else 0.0
 
     def count_round(self, emitted: list[int], finished: list[bool] | None = None) -> None:

@@ -79,6 +79,33 @@ def test_left_padding(llava):
     assert ids(Decoder(model, drafter, tree=SHAPE).generate(**padded, do_sample=False, max_new_tokens=NEW)) == want
 
 
+@pytest.mark.parametrize("setting", ["greedy", "penalty", "eos", "t1"])
+@pytest.mark.parametrize("oracle", [False, True])
+def test_a_batch_is_the_batch_of_the_target(setting, oracle, device, monkeypatch):
+    """Rows of different lengths that end early: catches what a graph reads of a neighbour, of the last round, or of a
+    row that is finished."""
+    model, inputs = build_llama()
+    rows = [inputs["input_ids"][0], inputs["input_ids"][0, :7], inputs["input_ids"][0, 3:12]]
+    longest = max(map(len, rows))
+    pad = lambda row, value: torch.nn.functional.pad(row, (longest - len(row), 0), value=value)  # noqa: E731
+    batch = {
+        "input_ids": torch.stack([pad(row, 0) for row in rows]),
+        "attention_mask": torch.stack([pad(torch.ones_like(row), 0) for row in rows]),
+    }
+    model, batch = model.to(device), {name: x.to(device) for name, x in batch.items()}
+    decoder, kwargs = Decoder(model, random_drafter(model).to(device), tree=SHAPE), dict(SETTINGS[setting])
+    for _ in range(2):
+        torch.manual_seed(5)
+        want = model.generate(**batch, **kwargs, max_new_tokens=NEW)
+        torch.manual_seed(5)
+        if oracle:
+            with oracle_drafts(monkeypatch, want.tolist()):
+                got = decoder.generate(**batch, **kwargs, max_new_tokens=NEW)
+        else:
+            got = decoder.generate(**batch, **kwargs, max_new_tokens=NEW)
+        assert torch.equal(got, want)
+
+
 def test_a_text_that_outgrows_its_buffers(llava, monkeypatch):
     """Catches a slot lost when a text moves to larger buffers."""
     model, inputs, drafter = llava

@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import torch
 
+from dream_ext import rounds
 from dream_ext.context import DraftContext
+from dream_ext.graphs import Captured
 from dream_ext.rounds import Rounds
 from dream_ext.tree import Tree
 
@@ -66,11 +68,13 @@ def oracle_drafts(monkeypatch, text: list, vocab: int = 150, seed: int = 0, node
             rows.append(self.tree.row(row) if self.padded[row] else tree)
             drafted.append(rows[-1])
         parts = zip(*((tree.tokens, tree.parents, tree.depth, tree.ancestors) for tree in rows))
-        self.tree = Tree(*map(torch.stack, parts))
+        self.tree = Tree(*(torch.stack([part.cpu() for part in row]) for row in parts)).to(self.adapter.device)
 
     with monkeypatch.context() as patch:
         patch.setattr(DraftContext, "draft", draft)
         patch.setattr(Rounds, "_draft", draft_on_device)
+        # The oracle is asked by the host, which a CUDA graph would not do again.
+        patch.setattr(rounds, "Captured", lambda part, device, _capture: Captured(part, device, False))
         yield drafted
 
 
