@@ -132,12 +132,20 @@ def cache_difference(ours: Cache, plain: Cache) -> float:
 @contextmanager
 def by_route(model: PreTrainedModel, drafter: Drafter, route: str) -> Iterator[Decoder]:
     """A decoder that attends as `route` says, in a block where the target does."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager" if route == "mask-eager" else "sdpa")
+    before = model.config.get_text_config(decoder=True)._attn_implementation
+    set_attention(model, "eager" if route == "mask-eager" else "sdpa")
     try:
         yield Decoder(model, drafter, tree=SHAPE, check_target=False, route="tree" if route == "tree" else "mask")
     finally:
-        model.set_attn_implementation(before)
+        set_attention(model, before)
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """Change how the text decoder attends; a vision tower may know one way alone."""
+    text = model.config.get_text_config(decoder=True)
+    parts = [part for part in model.config.sub_configs if getattr(model.config, part) is text]
+    if text._attn_implementation != name:
+        model.set_attn_implementation({parts[0]: name} if parts else name)
 
 
 def check_text(decoder: Decoder, text: Text, setting: str, seed: int) -> dict[str, Any]:

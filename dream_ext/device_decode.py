@@ -52,6 +52,7 @@ def decode_on_device(
             before = _pad_finished(rounds, ragged, before)
             stats.count_round(_round(rounds, ragged, clock), before)
     finally:
+        ragged.close()
         rounds.unload(prefill, start + emitter.emitted - 1)
     pool.give(rounds)
 
@@ -93,7 +94,7 @@ def _accept(rounds: Rounds, ragged: Ragged) -> None:
     of_logits = emitter.silent and all(type(p) in OF_LOGITS for p in emitter.processors)
     if emitter.argmax_alone and each_alone:
         rounds.accept_greedily()
-        _emit_chosen(rounds, ragged)
+        _emit_chosen(_chosen(rounds), ragged)
     elif rounds.noise is not None and of_logits and each_alone:
         _accept_sampled(rounds, ragged)
     else:
@@ -107,9 +108,9 @@ def _chosen(rounds: Rounds) -> list[list[int]]:
     return [tokens[:count] for count, *tokens in rows]
 
 
-def _emit_chosen(rounds: Rounds, ragged: Ragged) -> None:
+def _emit_chosen(chosen: list[list[int]], ragged: Ragged) -> None:
     """Emit what an acceptance operator has found."""
-    chosen, device = _chosen(rounds), ragged.emitter.input_ids.device
+    device = ragged.emitter.input_ids.device
     if ragged.emitter.rows == 1:
         for token in chosen[0]:
             ragged.emitter.append(torch.tensor([token], device=device))
@@ -134,15 +135,21 @@ def _accept_sampled(rounds: Rounds, ragged: Ragged) -> None:
     scores = emitter.processors(ids, rounds.logits.float().flatten(0, 1)).unflatten(0, (batch, nodes))
     probabilities = torch.softmax(scores, dim=-1)
     rounds.set_path(*sample_tree(tree.tokens, tree.parents, tree.depth, probabilities, rounds.noise))
+    chosen = _chosen(rounds)
     if batch > 1:
-        _emit_chosen(rounds, ragged)
+        # A row that is no distribution, which a GPU's operator does not say, is for `multinomial` to refuse.
+        if min(map(min, chosen)) < 0:
+            rounds.chosen.clamp_(min=0)  # the next draft embeds all of it, also what does not count
+            _accept_on_host(rounds, ragged)
+        else:
+            _emit_chosen(chosen, ragged)
         return
-    for step, token in enumerate(_chosen(rounds)[0]):
-        # A row that is no distribution is for `multinomial` to refuse; after a foreign draw the noise is another.
+    for step, token in enumerate(chosen[0]):
+        # As above; and after a foreign draw the noise is another.
         if token < 0 or not ragged.sampler.draw():
-            chosen = emitter.choose(scores[0, rounds.path[0, step]][None])
-            rounds.chosen[0, step] = chosen[0]
-            emitter.append(chosen)
+            drawn = emitter.choose(scores[0, rounds.path[0, step]][None])
+            rounds.chosen[0, step] = drawn[0]
+            emitter.append(drawn)
             return
         emitter.append(torch.tensor([token], device=emitter.input_ids.device))
         if emitter.done:

@@ -23,7 +23,7 @@ from dream_ext.noise import Sampler
 from dream_ext.packed import PackedModels
 from dream_ext.policy import suited_tree
 from dream_ext.prefill import remember, run_prefill
-from dream_ext.rounds import RoundsPool
+from dream_ext.rounds import RoundsPool, check_drafts
 from dream_ext.sampling import Chooser, Emitter, greedy
 from dream_ext.stats import PhaseClock, Stats
 from dream_ext.swapping import blank
@@ -137,6 +137,8 @@ class Decoder:
         check_request(input_ids, processors, config, model_kwargs)
         cache = compat.cache_of(model_kwargs)
         chooser = self._chooser(input_ids, config, _GENERATORS.get())
+        if len(input_ids) > 1:
+            check_drafts(self.drafter, self.tree)
         emitter = Emitter(input_ids, processors, criteria, config, streamer, chooser)
         kv.adopt(cache)
         try:

@@ -63,7 +63,7 @@ def check_generators(generators: Sequence[torch.Generator] | None, input_ids: Te
     """Refuse generators that do not fit the sequences.
 
     Raises:
-        ValueError: as many as sequences are wanted, on their device, and only when sampling.
+        ValueError: as many as sequences are wanted, each its own, on their device, and only when sampling.
     """
     if generators is None:
         return
@@ -75,3 +75,5 @@ def check_generators(generators: Sequence[torch.Generator] | None, input_ids: Te
         raise ValueError(
             f"generators= must hold one torch.Generator for each sequence, {wanted[0]} on {wanted[1]}; got {got}"
         )
+    if len(set(map(id, generators))) < len(generators):
+        raise ValueError("generators= holds the same torch.Generator twice: every sequence draws from its own")

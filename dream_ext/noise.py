@@ -52,6 +52,8 @@ class Sampler:
         self._copies = [torch.Generator(device) for _ in generators or (None,)]
         self._states: list[Tensor] | None = None  # of the generators, when the first of `_ahead` is right
         self._ahead: deque[tuple[Tensor, list[Tensor]]] = deque()  # noise (rows, vocab), and the states behind it
+        self._spent: list[Tensor] | None = None  # see `reserve`: the states behind the noise of what was written
+        self._reserves = False
 
     def __call__(self, scores: Tensor, live: Sequence[bool] | None = None) -> Tensor:
         """(rows, vocab) processed scores -> (rows,) token ids; with generators of their own only ``live`` rows draw,
@@ -96,20 +98,53 @@ class Sampler:
         torch.multinomial(p, num_samples=1, generator=torch.Generator(p.device))  # refuses what is no distribution
         return int((p[0] / noise).argmax())
 
+    @property
+    def shares(self) -> bool:
+        """Whether the noise is the default generator's, which anybody may draw from."""
+        return self._generators is None
+
+    def reserve(self) -> None:
+        """From now on, and until `release`, noise of the default generator is nobody else's from when it is foreseen:
+        rows that run ahead use it before the step is written, and another thread must not draw it again."""
+        self._reserves = self.shares
+
+    def release(self) -> None:
+        """Give back what was reserved and made no choice that was written, unless somebody has drawn behind it."""
+        with _MOVING:
+            if self._spent is not None and _same(self._generator_states(), self._states):
+                _set_default_state(self._device, self._spent[0])
+        self._reserves, self._spent, self._states = False, None, None
+
     def forecast(self, step: int, vocab: int) -> Tensor:
         """Noise (rows, vocab) fp32 that the choice ``step`` choices after the next one will draw."""
-        states = self._generator_states()
-        if self._states is None or not _same(states, self._states):
-            for copy, state in zip(self._copies, states, strict=True):
-                copy.set_state(state)
-            self._states = states
+        with _MOVING:
+            states = self._generator_states()
+            if self._states is None or not _same(states, self._states):
+                self._restart(states)
+            if len(self._ahead) <= step:
+                self._foresee(step, vocab)
+        return self._ahead[step][0]
+
+    def _restart(self, states: list[Tensor]) -> None:
+        """Noise is foreseen from these states on. What is reserved stays; `release` must not go back beyond them."""
+        for copy, state in zip(self._copies, states, strict=True):
+            copy.set_state(state)
+        self._states = states
+        if self._reserves:
+            self._spent = states
+            self._ahead = deque((noise, states) for noise, _ in self._ahead)
+        else:
             self._ahead.clear()
+
+    def _foresee(self, step: int, vocab: int) -> None:
         while len(self._ahead) <= step:
             noise = torch.empty(self.rows, vocab, device=self._device, dtype=torch.float32)
             for copy, part in zip(self._copies, noise[:, None] if self._generators else (noise,), strict=True):
                 part.exponential_(generator=copy)
             self._ahead.append((noise, [copy.get_state() for copy in self._copies]))
-        return self._ahead[step][0]
+        if self._reserves:
+            _set_default_state(self._device, self._ahead[-1][1][0])
+            self._states = self._generator_states()
 
     def ahead(self, first: Sequence[int], count: int, vocab: int) -> Tensor:
         """Noise (rows, count, vocab) fp32 of ``count`` choices of every row, beginning ``first[row]`` choices after the
@@ -121,7 +156,10 @@ class Sampler:
     def draw(self, live: Sequence[bool] | None = None) -> bool:
         """Move the generators over the next choice's noise, because that noise made a choice; False, and nothing
         moves, when somebody has drawn since the forecast. Of generators of their own only those of ``live`` rows
-        move."""
+        move. What is reserved was drawn when it was foreseen."""
+        if self._reserves:
+            self._spent = self._ahead.popleft()[1]
+            return True
         with _MOVING:
             states = self._generator_states()
             if not self._ahead or not _same(states, self._states):

@@ -28,6 +28,8 @@ class Prefill:
         logits: (batch, vocab) the target's raw logits after the prompts.
         position: the target's rotary position of the next token, (batch,) int64 on the CPU, or (3, batch) with M-RoPE.
         places: the drafter's: how many tokens precede the next one, padding not counted.
+        delta: (1, batch) int64 on the CPU, with M-RoPE what transformers keeps as `rope_deltas` and counts a resumed
+            text's positions from, see `TargetAdapter.rope_delta`; None without.
         padding: (batch, length) bool over the prompts' slots, False on padding; None without padding.
         plain_head: see `TargetAdapter.head_is_plain`.
     """
@@ -38,13 +40,9 @@ class Prefill:
     logits: Tensor
     position: Tensor
     places: list[int]
+    delta: Tensor | None
     padding: Tensor | None
     plain_head: bool
-
-    @property
-    def delta(self) -> Tensor:
-        """From a token's place to the target's rotary position, shaped like `position`; the same all through a text."""
-        return self.position - torch.tensor(self.places, device="cpu")
 
     def sees(self, length: int, nodes: int) -> Prefix:
         """What a tree of ``nodes`` behind the first ``length`` cache slots sees of them."""
@@ -76,11 +74,8 @@ def run_prefill(
     start = kv.length(cache)
     padding = model_kwargs.get("attention_mask")
     padding = None if padding is None else padding.bool()
-    if start and delta is not None and adapter.axes > 1:
-        # `generate` made these from `rope_deltas`, which the last call left on the model, whoever made it.
-        length = model_kwargs["position_ids"].shape[-1]
-        counted = (_real(padding, batch, length).long().cumsum(dim=1) - 1).clamp(min=0)
-        model_kwargs["position_ids"] = (counted + delta[..., None]).to(adapter.device)
+    if start and delta is not None:
+        model_kwargs["position_ids"] = _counted_on(model_kwargs.get("position_ids"), delta, padding)
     with (
         adapter.watch(drafter.config.feature_layers) as capture,
         watch_visual_mass(adapter, enabled=0 < visual_ratio < 1) as mass,
@@ -98,14 +93,29 @@ def run_prefill(
     stats.prompt_tokens = hidden.shape[0] * hidden.shape[1]
     stats.visual_tokens = int(visual.sum())
     plain = adapter.head_is_plain(hidden[0, -1], logits[0])
+    if delta is None or not start:  # an emptied cache begins another text
+        delta = adapter.rope_delta(capture.position_ids, real[:, start:], places[:, -1])
     position = adapter.next_positions(capture.position_ids, start + hidden.shape[1])
     position = position.expand(*position.shape[:-1], batch).cpu()
-    return Prefill(adapter, cache, contexts, logits, position, places[:, -1].tolist(), padding, plain)
+    return Prefill(adapter, cache, contexts, logits, position, places[:, -1].tolist(), delta, padding, plain)
 
 
 def _real(padding: Tensor | None, batch: int, length: int) -> Tensor:
     """(batch, length) bool on the CPU, False on padding."""
     return torch.ones(batch, length, dtype=torch.bool, device="cpu") if padding is None else padding.cpu()
+
+
+def _counted_on(given: Tensor | None, delta: Tensor, padding: Tensor | None) -> Tensor | None:
+    """Rotary positions of a resumed text with M-RoPE, (1, batch, length).
+
+    `generate` makes them from `rope_deltas`, which the last call left on the model, whoever made it: ``given`` are
+    counted again from the text's own ``delta``. Those with axes are the caller's, for a picture in the new part, and
+    stay. Up to 5.1 there are none: the model counts by itself.
+    """
+    if given is None or given.ndim != 3 or given.shape[0] != 1:
+        return given
+    counted = (_real(padding, *given.shape[1:]).long().cumsum(dim=1) - 1).clamp(min=0)
+    return (counted + delta[..., None]).to(given.device)
 
 
 def _read(context: DraftContext, capture: Capture, row: int, rows: Tensor, places: Tensor, real: Tensor) -> None:
@@ -118,7 +128,7 @@ def _read(context: DraftContext, capture: Capture, row: int, rows: Tensor, place
 
 # What is known of the texts whose caches somebody still holds: the drafter's view, and `Prefill.delta`.  Beside the
 # caches, not in them: a cache is copied and saved by its owner, and must not drag the target along.
-_TEXTS: WeakKeyDictionary[Cache, tuple[list[DraftContext], Tensor]] = WeakKeyDictionary()
+_TEXTS: WeakKeyDictionary[Cache, tuple[list[DraftContext], Tensor | None]] = WeakKeyDictionary()
 
 
 def remember(prefill: Prefill) -> None:

@@ -2,8 +2,8 @@
 
 Plain decoding writes one token of every row a step. Rounds accept paths of different lengths, so that rows run ahead;
 a step is written (streamed, shown to the stopping criteria, its noise drawn) when every row has decided its token.
-That needs processors and criteria that look at one row at a time: with any other the rows go in step, and a round ends
-for all where it ends for one.
+That needs processors and criteria that look at one row at a time, and nobody who looks at the default generator between
+two steps: else the rows go in step, and a round ends for all where it ends for one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,13 @@ class Ragged:
         self._ended = [False] * emitter.rows
         self.sampler = emitter.choose if isinstance(emitter.choose, Sampler) else None
         known = all(type(p) in ROW_WISE for p in emitter.processors) and all(type(c) in ENDS for c in emitter.criteria)
-        self.free = emitter.rows > 1 and known and (self.sampler is not None or emitter.choose is greedy)
+        chosen = emitter.choose is greedy
+        if self.sampler is not None:
+            # Between two steps a streamer may draw from the default generator, or look where it is.
+            chosen = emitter.streamer is None or not self.sampler.shares
+        self.free = emitter.rows > 1 and known and chosen
+        if self.free and self.sampler is not None:
+            self.sampler.reserve()
         eos = [criterion.eos_token_id.tolist() for criterion in emitter.criteria if type(criterion) is EosTokenCriteria]
         self._eos = {token for ids in eos for token in ids}
         self._stops = [criterion for criterion in emitter.criteria if type(criterion) is StopStringCriteria]
@@ -114,9 +120,13 @@ class Ragged:
                 emitter.record(*(torch.cat(part) for part in shown))
             tokens = torch.tensor([row.pop(0) for row in self.ahead], device=emitter.input_ids.device)
             if self.sampler is not None:
-                # After a foreign draw the default generator stays: these choices were made, and by noise of that law.
                 self.sampler.draw(emitter.unfinished)
             emitter.append(tokens)
+
+    def close(self) -> None:
+        """No row decides any more: noise that made no written choice goes back to its generator."""
+        if self.free and self.sampler is not None:
+            self.sampler.release()
 
     def _text(self, row: int) -> Tensor:
         """(1, length) ids of a row, with what it has decided."""

@@ -85,9 +85,32 @@ def _replayable(adapter: TargetAdapter) -> bool:
     return all(type(module).__module__.startswith(known) and not is_watched(module) for module in modules)
 
 
+def _host(numbers: list[int]) -> Tensor:
+    """On the CPU, whatever the default device."""
+    return torch.tensor(numbers, device="cpu")
+
+
 def _round_up(slots: int, device: torch.device) -> int:
     grain = _GRAIN[device.type]
     return -(-slots // grain) * grain
+
+
+def check_drafts(drafter: Drafter, shape: TreeShape) -> None:
+    """Refuse trees and drafters that `Rounds` cannot draft.
+
+    Raises:
+        ValueError: too wide a tree, or no kernel for the drafter's dtype and heads.
+    """
+    head_dim, like = drafter.config.head_dim, drafter.final_norm
+    if shape.width * (shape.depth - 1) > MAX_NODES or shape.width > MAX_DEVICE_WIDTH:
+        most = f"{MAX_NODES} nodes of a tree, {MAX_DEVICE_WIDTH} of a level"
+        raise ValueError(f"a GPU, and a batch, are drafted for from at most {most}; {shape} asks for more")
+    if not attends(like, head_dim):
+        raise ValueError(
+            f"a drafter in {str(like.dtype).removeprefix('torch.')} with head_dim {head_dim} cannot draft on a GPU,"
+            " or for a batch: wanted float32, bfloat16 or (on a GPU) float16, there heads of a multiple of 8 up to"
+            " 256, and a build with kernels for the device"
+        )
 
 
 class Rounds:
@@ -110,21 +133,9 @@ class Rounds:
     def __init__(self, prefill: Prefill, drafter: Drafter, kind: RoundKind) -> None:
         # Ordinary tensors also when made inside inference_mode: later calls write them in place.
         with torch.inference_mode(False), torch.no_grad():
-            self._check(drafter, kind)
+            check_drafts(drafter, kind.shape)
             self._allocate(prefill, drafter, kind)
             self._parts()
-
-    def _check(self, drafter: Drafter, kind: RoundKind) -> None:
-        shape, head_dim, like = kind.shape, drafter.config.head_dim, drafter.final_norm
-        if shape.width * (shape.depth - 1) > MAX_NODES or shape.width > MAX_DEVICE_WIDTH:
-            most = f"{MAX_NODES} nodes of a tree, {MAX_DEVICE_WIDTH} of a level"
-            raise ValueError(f"a GPU, and a batch, are drafted for from at most {most}; {shape} asks for more")
-        if not attends(like, head_dim):
-            raise ValueError(
-                f"a drafter in {str(like.dtype).removeprefix('torch.')} with head_dim {head_dim} cannot draft on a GPU,"
-                " or for a batch: wanted float32, bfloat16 or (on a GPU) float16, there heads of a multiple of 8 up to"
-                " 256, and a build with kernels for the device"
-            )
 
     def _allocate(self, prefill: Prefill, drafter: Drafter, kind: RoundKind) -> None:
         self.adapter, self.drafter, self.kind = prefill.adapter, drafter, kind
@@ -150,9 +161,9 @@ class Rounds:
         self.drafts = DeviceDrafts(drafter, batch, kind.capacity + self.rows + MAX_NODES)
         self._pending = [0] * batch  # `count`, as the host knows it between rounds
         # As deep as any draft; what nodes are left over lie beside it.
-        chain = torch.arange(self.nodes) - 1
+        chain = torch.arange(self.nodes, device="cpu") - 1
         chain[self.rows :] = 0
-        self._chain = Tree.from_parents(torch.zeros(self.nodes, dtype=torch.long), chain).to(device)
+        self._chain = Tree.from_parents(torch.zeros_like(chain), chain).to(device)
         self._head, self._ruled_out = drafter.head, drafter.ruled_out  # held: another decoder may bind the drafter anew
         self._weights = self._addresses()
 
@@ -188,7 +199,7 @@ class Rounds:
         ``pad`` fills finished rows."""
         kv.copy_into(self.cache, prefill.cache, clear=not self.kind.routed)
         self.length.fill_(kv.length(prefill.cache))
-        self.place.copy_(torch.tensor(prefill.places))
+        self.place.copy_(_host(prefill.places))
         self.position.copy_(prefill.position)
         self._set_padding(prefill.padding)
         self.padded.fill_(False)
@@ -196,7 +207,7 @@ class Rounds:
         for row, context in enumerate(prefill.contexts):
             self.previous[row, :1] = context.read_all_but_last()
             self.drafts.load(row, context.state)
-        self.tokens[:, 0] = torch.tensor(roots)
+        self.tokens[:, 0] = _host(roots)
         self.count.fill_(1)
         self._pending = [1] * self.kind.batch
 
@@ -230,14 +241,14 @@ class Rounds:
     def settle(self, emitted: list[int]) -> None:
         """End a round that emitted so many tokens of each text. Of one without any the rows that the draft has read are
         pending again."""
-        self.count.copy_(torch.tensor(emitted))
+        self.count.copy_(_host(emitted))
         if not all(emitted):
             again = [0 if new else old for new, old in zip(emitted, self._pending, strict=True)]
             self.drafts.length -= torch.tensor(again, device=self.count.device)
         self.keep()
-        if not all(emitted):
-            self.count.copy_(torch.tensor([new or old for new, old in zip(emitted, self._pending, strict=True)]))
         self._pending = [new or old for new, old in zip(emitted, self._pending, strict=True)]
+        if not all(emitted):
+            self.count.copy_(_host(self._pending))
 
     def pad_row(self, row: int) -> None:
         """A text is finished: padding follows."""

@@ -85,10 +85,6 @@ class Emitter:
         """Whether every token is the argmax of its raw logits, and nobody wants to see them."""
         return self.choose is greedy and not self.processors and self.silent
 
-    def padded(self, row: int) -> bool:
-        """Whether nothing but padding follows in a row."""
-        return self.pad is not None and not self.unfinished[row]
-
     def raw(self, logits: Tensor) -> Tensor:
         """A copy of logits as processors get them."""
         return logits.to(copy=True, dtype=torch.float32, device=self.input_ids.device)

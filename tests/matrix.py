@@ -32,12 +32,15 @@ PAIRS = {
 NEEDED = ("pytest>=8", "hypothesis>=6.100", "scipy>=1.12")
 EXACT = (
     "tests/exact",
+    "tests/test_batch.py",
     "tests/test_compat.py",
     "tests/test_device_loop.py",
     "tests/test_drafter.py",
     "tests/test_families.py",
     "tests/test_lossless.py",
+    "tests/test_mrope.py",
     "tests/test_raw_bonus.py",
+    "tests/test_tree_windows.py",
 )
 PACKAGE = ("csrc", "dream_ext", "python", "CMakeLists.txt", "MANIFEST.in", "pyproject.toml", "setup.py")
 

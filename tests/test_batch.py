@@ -199,8 +199,19 @@ def test_generators_that_do_not_fit_are_refused(pair):
     decoder, inputs = Decoder(model, drafter, tree=SHAPE), batch_of(prompts())
     with pytest.raises(ValueError, match="one torch\\.Generator for each sequence"):
         decoder.generate(**inputs, do_sample=True, generators=[torch.Generator()])
+    with pytest.raises(ValueError, match="Generator twice"):
+        decoder.generate(**inputs, do_sample=True, generators=[torch.Generator()] * 4)
     with pytest.raises(ValueError, match="for sampling"):
         decoder.generate(**inputs, do_sample=False, generators=[torch.Generator()] * 4)
+
+
+def test_a_drafter_that_cannot_draft_a_batch_is_refused_before_it_says_anything():
+    """Catches a refusal that a streamer hears after the first token."""
+    model, _ = build_llama()
+    decoder, steps = Decoder(model, random_drafter(model).double(), tree=SHAPE), Steps()
+    with pytest.raises(ValueError, match="cannot draft"):
+        decoder.generate(**batch_of(prompts()), streamer=steps, do_sample=False)
+    assert len(steps.seen) <= 1, "the prompt, which generate itself puts"
 
 
 class Steps:
@@ -214,6 +225,29 @@ class Steps:
 
     def end(self):
         self.seen.append(("end",))
+
+
+class Draws:
+    """A streamer that draws from the default generator."""
+
+    def put(self, value):
+        torch.rand(1)
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("forecast", [True, False])
+def test_a_streamer_may_draw(pair, forecast):
+    """Catches rows that choose by noise from before a draw that plain decoding sees first."""
+    model, drafter = pair
+    inputs, kwargs = batch_of(prompts(5)), dict(do_sample=True, top_k=0)
+    decoder = Decoder(model, drafter, tree=SHAPE, forecast=forecast)
+    for seed in range(3):
+        want = answers(model.generate, inputs, seed, streamer=Draws(), **kwargs)
+        state = torch.get_rng_state()
+        assert torch.equal(answers(decoder.generate, inputs, seed, streamer=Draws(), **kwargs), want)
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 class Asks(StoppingCriteria):
@@ -345,3 +379,19 @@ def test_packed_layers_take_batches(sampled, monkeypatch):
         taus.append(decoder.stats.tau)
     assert abs(taus[0] - taus[1]) < 0.3
     assert torch.equal(answers(model.generate, inputs, 2, do_sample=sampled), want)
+
+
+def test_rows_that_a_gpu_does_not_choose(pair, monkeypatch):
+    """Catches -1, a GPU's word for a row that is no distribution, in the text: `multinomial` has the last word."""
+    from dream_ext import device_decode
+
+    def refuses(tokens, *_):
+        path = torch.full_like(tokens, -1)
+        path[:, 0] = 0
+        return path, torch.ones(len(tokens), dtype=torch.long), torch.full((len(tokens),), -1)
+
+    model, drafter = pair
+    inputs, kwargs = batch_of(prompts()), dict(do_sample=True, top_k=0)
+    want = answers(model.generate, inputs, 1, **kwargs)
+    monkeypatch.setattr(device_decode, "sample_tree", refuses)
+    assert torch.equal(answers(Decoder(model, drafter, tree=SHAPE).generate, inputs, 1, **kwargs), want)

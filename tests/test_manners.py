@@ -14,14 +14,14 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dream_ext import Decoder, TreeShape, UnsupportedMode, UnsupportedTarget, attach, compat
+from dream_ext import Decoder, TreeShape, UnsupportedMode, UnsupportedTarget, attach, compat, prove_target
 
 NEW = 30
 SHAPE = TreeShape(3, 5, 12)
 
 
 def answer(model, inputs, **kwargs):
-    return model.generate(**inputs, do_sample=False, max_new_tokens=NEW, **kwargs)
+    return model.generate(**inputs, **{"do_sample": False, "max_new_tokens": NEW, **kwargs})
 
 
 class RaiseAt(LogitsProcessor):
@@ -124,6 +124,24 @@ def test_default_dtype(dtype, llava):
     finally:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_default_device(rows, sampled):
+    """Catches a tensor of a round, or of a proof, that is made where nobody asked for it."""
+    model, inputs = build_llama()
+    decoder, inputs = Decoder(model, random_drafter(model)), {k: v.repeat(rows, 1) for k, v in inputs.items()}
+    torch.manual_seed(1)
+    want = answer(model, inputs, do_sample=sampled)
+    torch.manual_seed(1)
+    torch.set_default_device("meta")
+    try:
+        got = answer(decoder, inputs, do_sample=sampled)
+        proof = prove_target(model, {k: v[:1] for k, v in inputs.items()})
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(got, want) and proof.error < 1e-4 * proof.scale
 
 
 def test_a_broken_drafter_does_not_stop_the_target():

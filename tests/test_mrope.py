@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from routes import decoder_of, same_text
 from tiny import random_drafter
-from tiny_inputs import prompt
+from tiny_inputs import batch, prompt
 from tiny_targets import build
 
-from dream_ext import Decoder
+from dream_ext import Decoder, compat
 from dream_ext.targets.adapter import TargetAdapter
 
 
@@ -73,3 +76,71 @@ def test_a_picture_is_the_last_token(family, monkeypatch):
     one_base = lambda *args: by_axis(*args).amax(0, keepdim=True).expand(3, 1)  # noqa: E731
     monkeypatch.setattr(TargetAdapter, "next_positions", one_base)
     assert not same_text(decoder, inputs, monkeypatch)
+
+
+def two_turns(first, second, ids, **more):
+    """What the second of two greedy turns says; ``more`` are arguments of the second, made from its mask."""
+    kwargs = {"do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    out = first.generate(**ids, max_new_tokens=5, **kwargs)
+    text = torch.cat([out.sequences, torch.tensor([[7, 8, 9]]).expand(len(out.sequences), -1)], dim=1)
+    mask = torch.nn.functional.pad(ids["attention_mask"], (0, text.shape[1] - ids["attention_mask"].shape[1]), value=1)
+    more = {name: make(mask) for name, make in more.items()}
+    cache = {compat.CACHE: getattr(out, compat.CACHE)}
+    return second(input_ids=text, attention_mask=mask, **cache, **more, max_new_tokens=20, **kwargs).sequences
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("case", ["right", "left", "picture last"])
+def test_a_second_turn_counts_as_transformers_does(family, case):
+    """Catches positions that are counted on from padding behind a prompt, or from a picture's last token, where
+    `rope_deltas` counts from the largest."""
+    model = build(family)
+    if case == "picture last":
+        ids = prompt(family, model, "image_last")
+        tokens = ("input_ids", "attention_mask", "mm_token_type_ids")
+        ids = {name: value[:, :-1] if name in tokens else value for name, value in ids.items()}
+    else:
+        ids = batch(family, model, ["image", "text"], side=case)
+    decoder = Decoder(model, random_drafter(model))
+    want = two_turns(model, model.generate, ids)
+    assert torch.equal(two_turns(decoder, decoder.generate, ids), want)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_the_caller_in_a_second_turn(family):
+    """Catches positions that a caller gives, for a picture in the second turn, and that are counted again."""
+    model = build(family)
+    ids, decoder = prompt(family, model, "images"), Decoder(model, random_drafter(model))
+    own = {"position_ids": lambda mask: (mask.cumsum(1) - 1)[None] + torch.tensor([0, 2, 7, 5])[:, None, None]}
+    want = two_turns(model, model.generate, ids, **own)
+    assert torch.equal(two_turns(decoder, decoder.generate, ids, **own), want)
+    assert not torch.equal(two_turns(model, model.generate, ids), want), "the test has no power"
+
+
+def test_a_second_turn_without_positions():
+    """Catches a key that `generate` did not hand on before 5.2."""
+    model = build("qwen2_5_vl")
+    ids, decoder = prompt("qwen2_5_vl", model, "images"), Decoder(model, random_drafter(model))
+
+    def without(model, *args, position_ids=None, **kwargs):
+        return decoder.custom_generate(model, *args, **kwargs)
+
+    def second(**kwargs):
+        return model.generate(**kwargs, custom_generate=without)
+
+    want = two_turns(model, model.generate, ids)
+    assert torch.equal(two_turns(decoder, second, ids), want)
+
+
+def test_an_emptied_cache_begins_another_text():
+    """Catches positions of the text that a cache held before."""
+    model = build("qwen2_5_vl")
+    decoder = Decoder(model, random_drafter(model))
+    found = []
+    for who in (model, decoder):
+        out = who.generate(**prompt("qwen2_5_vl", model, "images"), max_new_tokens=3, return_dict_in_generate=True)
+        cache = getattr(out, compat.CACHE)
+        cache.crop(-cache.get_seq_length())
+        emptied = SimpleNamespace(generate=partial(who.generate, **{compat.CACHE: cache}))
+        found.append(two_turns(emptied, who.generate, prompt("qwen2_5_vl", model, "text")))
+    assert torch.equal(*found)

@@ -11,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from dream_ext import Decoder, TreeShape, noise
 from dream_ext.noise import Sampler
+from dream_ext.sampling import Emitter
 
 CPU = torch.device("cpu")
 
@@ -153,3 +154,55 @@ def test_noise_that_is_zero_breaks_no_draft():
     sampler = Sampler(CPU)
     sampler.forecast(0, 4)[0, 2] = 0.0
     assert sampler.draft_scores(torch.zeros(1, 4), 1, None, 4).isfinite().all()
+
+
+def test_rows_that_run_ahead_share_no_noise_with_other_threads(monkeypatch):
+    """Catches noise that made a choice and is drawn again, by another thread or by a later step: a target that knows
+    nothing then repeats itself."""
+    model, _ = build_llama()
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    rows, vocab, seen = 4, model.config.vocab_size, []
+    append = Emitter.append
+
+    def append_and_draw(self, tokens):
+        """Every fifth step somebody draws what a step of this batch would."""
+        out = append(self, tokens)
+        if self.emitted % 5 == 2:
+            seen.append(torch.multinomial(torch.ones(rows, vocab), 1)[:, 0])
+        return out
+
+    monkeypatch.setattr(Emitter, "append", append_and_draw)
+    decoder = Decoder(model, random_drafter(model), tree=TreeShape(3, 4, 12))
+    torch.manual_seed(0)
+    ids = torch.randint(3, 150, (rows, 9))
+    new = decoder.generate(input_ids=ids, do_sample=True, top_k=0, max_new_tokens=200, eos_token_id=None)[:, 9:]
+    assert decoder.stats.tau > 2, "no row runs ahead: the test has no power"
+    for lag in range(1, 6):
+        assert (new[:, lag:] == new[:, :-lag]).float().mean() < 0.03
+    theirs = torch.stack(seen, dim=1)
+    for lag in range(5):  # their draw, and what the batch says at each of the five steps from there on
+        said = new[:, 1 + lag :: 5][:, : theirs.shape[1]]
+        assert (said == theirs[:, : said.shape[1]]).float().mean() < 0.05
+
+
+def test_reserved_noise_is_given_back():
+    """Catches a generator that stays behind noise which made no choice, or goes back over somebody's draw."""
+    for somebody_draws in (False, True):
+        torch.manual_seed(3)
+        for _ in range(2):
+            torch.empty(2, 50).exponential_()
+        want = torch.get_rng_state()
+        torch.manual_seed(3)
+        sampler = Sampler(CPU, rows=2)
+        sampler.reserve()
+        sampler.forecast(4, 50)
+        reserved = torch.get_rng_state()
+        assert sampler.draw() and sampler.draw() and torch.equal(torch.get_rng_state(), reserved)
+        if somebody_draws:
+            torch.rand(1)
+            want = torch.get_rng_state()
+            sampler.forecast(5, 50)  # three were left: more is drawn, behind somebody's draw
+            assert sampler.draw()
+        sampler.release()
+        assert torch.equal(torch.get_rng_state(), want)

@@ -165,6 +165,22 @@ class TargetAdapter:
             after = after[None]
         return after[-3:].expand(3, -1).clone()  # of 4 axes the first counts the text, for packed sequences
 
+    def rope_delta(self, position_ids: Tensor | None, real: Tensor, count: Tensor) -> Tensor | None:
+        """How far the positions of texts run ahead of their tokens, (1, batch) int64 on the CPU; None without M-RoPE.
+
+        As transformers counts it: from the largest position of any axis, padding left out, also where the last token's
+        positions are smaller.
+
+        Args:
+            position_ids: what the decoder was given, see `Capture.position_ids`.
+            real: (batch, length) bool on the CPU, False on padding, of this forward.
+            count: (batch,) int64, tokens of the texts up to and including this forward.
+        """
+        if self.axes == 1 or position_ids is None:
+            return None
+        positions = position_ids.cpu().expand(-1, *real.shape)[-3:]
+        return (positions.masked_fill(~real, -1).amax(dim=(0, 2)) + 1 - count)[None]
+
     @contextmanager
     def watch(self, layers: tuple[int, ...] = ()) -> Iterator[Capture]:
         """Record what enters and leaves the text decoder in the forward of the block, and the outputs of `layers`."""

@@ -59,11 +59,12 @@ def prove_target(target: PreTrainedModel, inputs: dict, *, route: Route = "auto"
     Raises:
         UnsupportedTarget: as `TargetAdapter` does.
     """
-    adapter, generator = TargetAdapter(target, route), torch.Generator().manual_seed(seed)
+    adapter, generator = TargetAdapter(target, route), torch.Generator("cpu").manual_seed(seed)
     allowed = [i for i in range(adapter.vocab_size) if i not in adapter.placeholder_ids]
-    words = torch.tensor(allowed)[torch.randint(len(allowed), (2, len(_PARENTS)), generator=generator)]
-    trees = [Tree.from_parents(tokens, torch.tensor(_PARENTS)) for tokens in words]
-    kept = torch.tensor([0, 2, 5])
+    picked = torch.randint(len(allowed), (2, len(_PARENTS)), generator=generator, device="cpu")
+    words = torch.tensor(allowed, device="cpu")[picked]
+    trees = [Tree.from_parents(tokens, torch.tensor(_PARENTS, device="cpu")) for tokens in words]
+    kept = torch.tensor([0, 2, 5], device="cpu")
     logits, plain_head = _in_trees(adapter, inputs, trees, kept)
     said = trees[0].tokens[kept].tolist()
     error = scale = 0.0
