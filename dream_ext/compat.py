@@ -7,6 +7,7 @@ reads attributes where there is none (2.9), and says which in `build_info.descri
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import MutableMapping
 from dataclasses import fields
@@ -14,7 +15,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel, modeling_rope_utils
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, modeling_rope_utils
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.generation import utils as generation_utils
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -43,6 +44,24 @@ def cache_of(model_kwargs: dict[str, Any]) -> Cache | None:
     return model_kwargs.get(CACHE)
 
 
+def processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """The processors of a batch, for calls that show them the text of one row alone.
+
+    In 5.24, but not in 5.18, the repetition penalty leaves padding out and holds a number for each row: shown one row
+    alone, it would refuse it.
+    """
+    return LogitsProcessorList(_of_row(processor, row) for processor in processors)
+
+
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    ignored = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(ignored, Tensor):
+        return processor
+    alone = copy.copy(processor)
+    alone.prompt_ignore_length = ignored[row : row + 1]
+    return alone
+
+
 def prefill(model: PreTrainedModel, input_ids: Tensor, config, model_kwargs: dict[str, Any]):
     """The prompt's forward as `generate` does it -> its output.
 
@@ -59,14 +78,18 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config, model_kwargs: dic
     return model(**model.prepare_inputs_for_generation(input_ids, **prepared), return_dict=True)
 
 
+# Whether plain decoding counts a token's rotary position anew at every step, from the tokens before it. From 5.2 on it
+# goes on from the last position that the prompt was given, which is another one behind padding on the right.
+COUNTS_ANEW = not hasattr(transformers.GenerationMixin, "_prepare_position_ids_for_generation")
+
+
 def positions_stand_still(model_kwargs: dict[str, Any]) -> bool:
     """Whether plain `generate` would put every new token at the rotary position of the prompt's last one.
 
     Up to 5.1 it does so where a caller gives `position_ids`, which nobody there moves on; a tree counts on positions
     that grow with the text.
     """
-    moves = hasattr(transformers.GenerationMixin, "_prepare_position_ids_for_generation")
-    return model_kwargs.get("position_ids") is not None and not moves
+    return model_kwargs.get("position_ids") is not None and COUNTS_ANEW
 
 
 def query_length(queries: int | Tensor) -> int:

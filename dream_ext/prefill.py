@@ -95,7 +95,10 @@ def run_prefill(
     plain = adapter.head_is_plain(hidden[0, -1], logits[0])
     if delta is None or not start:  # an emptied cache begins another text
         delta = adapter.rope_delta(capture.position_ids, real[:, start:], places[:, -1])
-    position = adapter.next_positions(capture.position_ids, start + hidden.shape[1])
+    if compat.COUNTS_ANEW:
+        position = places[:, -1] if delta is None else (places[:, -1] + delta).expand(adapter.axes, -1)
+    else:
+        position = adapter.next_positions(capture.position_ids, start + hidden.shape[1])
     position = position.expand(*position.shape[:-1], batch).cpu()
     return Prefill(adapter, cache, contexts, logits, position, places[:, -1].tolist(), delta, padding, plain)
 

@@ -18,6 +18,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
+from dream_ext import compat
 from dream_ext.noise import Sampler
 from dream_ext.sampling import Emitter, greedy
 from dream_ext.tree import Tree
@@ -62,6 +63,7 @@ class Ragged:
         self.free = emitter.rows > 1 and known and chosen
         if self.free and self.sampler is not None:
             self.sampler.reserve()
+        self._processors = [compat.processors_of_row(emitter.processors, row) for row in range(emitter.rows)]
         eos = [criterion.eos_token_id.tolist() for criterion in emitter.criteria if type(criterion) is EosTokenCriteria]
         self._eos = {token for ids in eos for token in ids}
         self._stops = [criterion for criterion in emitter.criteria if type(criterion) is StopStringCriteria]
@@ -101,7 +103,7 @@ class Ragged:
             self.decide(row, emitter.pad)
             return emitter.pad
         raw = emitter.raw(logits[None])
-        scores = emitter.processors(self._text(row), raw)
+        scores = self._processors[row](self._text(row), raw)
         if not emitter.silent:
             self._shown[row].append((scores, raw))
         if self.sampler is not None and not padded:

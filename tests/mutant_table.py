@@ -307,7 +307,7 @@ MUTANTS = (
     ),
     mutant(
         "penalty sees another row's text", "ragged.py",
-        "scores = emitter.processors(self._text(row), raw)", "scores = emitter.processors(self._text(0), raw)",
+        "scores = self._processors[row](self._text(row), raw)", "scores = self._processors[row](self._text(0), raw)",
         f"{BATCH}::test_a_batch_is_the_batch_of_the_target[penalty-left]",
     ),
     mutant(

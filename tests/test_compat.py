@@ -19,6 +19,11 @@ import transformers
 from tiny import build_llama, build_llava, text_config
 from tiny_folder import save_target
 from transformers import AutoProcessor, AutoTokenizer, DynamicCache, LlamaForCausalLM
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -256,3 +261,13 @@ def test_pictures_reach_every_family():
     with torch.no_grad():
         logits = [compat.prefill(model, s["ids"], s["config"], s["kwargs"]).logits[0, -1] for s in (one, two)]
     assert not torch.allclose(*logits)
+
+
+def test_a_penalty_that_knows_each_rows_padding_is_cut_to_the_row():
+    """Without it a batch with a repetition penalty is refused by the penalty itself, under 5.24."""
+    penalty = RepetitionPenaltyLogitsProcessor(1.5)
+    penalty.prompt_ignore_length = torch.tensor([2, 0])
+    other = LogitsProcessorList([penalty, MinLengthLogitsProcessor(3, 2)])
+    alone = compat.processors_of_row(other, 1)
+    assert alone[0].prompt_ignore_length.tolist() == [0] and penalty.prompt_ignore_length.tolist() == [2, 0]
+    assert alone[1] is other[1]

@@ -67,8 +67,9 @@ _KNOWN = (
     Family("llava_next_video"),
     Family("llava_onevision"),
     Family("mistral3"),
-    Family("idefics3"),
-    Family("smolvlm"),
+    # Up to 4.57 their `get_decoder` gives the model around the decoder.
+    Family("idefics3", decoder="model.text_model"),
+    Family("smolvlm", decoder="model.text_model"),
     Family("gemma3"),
     Family("qwen2_vl"),
     Family("qwen2_5_vl"),
