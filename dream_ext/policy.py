@@ -151,7 +151,7 @@ def _measure_on_device(adapter: TargetAdapter, drafter: Drafter, trees: list[Tre
     context.prompt(embeds[0], features, positions, positions)
     context.emitted([0], [PREFIX], context.last_feature)
     at = torch.tensor([PREFIX])
-    prefill = Prefill(adapter, cache, [context], adapter.lm_head(hidden[-1:]), at, [PREFIX], None, True)
+    prefill = Prefill(adapter, cache, [context], adapter.lm_head(hidden[-1:]), at, [PREFIX], None, None, True)
     verify_ms: dict[int, float] = {}
     draft_ms: dict[tuple[int, int], float] = {}
     for tree in trees:

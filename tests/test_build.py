@@ -126,7 +126,7 @@ def test_a_cuda_build_works_without_a_driver(tmp_path):
     facts = (
         "from dream_ext.build_info import describe as d; print(d()['file'], d()['cuda'], *d()['cuda_architectures'])"
     )
-    environment |= {"PYTHONPATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    environment |= {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'bench'}", "CUDA_VISIBLE_DEVICES": ""}
     told = subprocess.run([sys.executable, "-c", facts], capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert told.stdout.split() == [str(next(package.glob("_C*.so"))), "True", "80-real", "90-real", "90-virtual"], (
         told.stderr
