@@ -83,6 +83,11 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config, model_kwargs: dic
 COUNTS_ANEW = not hasattr(transformers.GenerationMixin, "_prepare_position_ids_for_generation")
 
 
+# Families that did not decode as plain decoding does under 4.57 (soft caps, prompts that see themselves in both
+# directions); they are refused up to 5.1 as families that nobody tried.
+UNPROVEN = frozenset({"gemma2", "paligemma"}) if COUNTS_ANEW else frozenset()
+
+
 def positions_stand_still(model_kwargs: dict[str, Any]) -> bool:
     """Whether plain `generate` would put every new token at the rotary position of the prompt's last one.
 

@@ -38,7 +38,6 @@ EXACT = (
     "tests/test_drafter.py",
     "tests/test_families.py",
     "tests/test_lossless.py",
-    "tests/test_mrope.py",
     "tests/test_raw_bonus.py",
     "tests/test_tree_windows.py",
 )

@@ -14,7 +14,7 @@ from tiny_inputs import cases, prompt
 from tiny_targets import FAMILIES as TARGETS
 from tiny_targets import build
 
-from dream_ext import Decoder, TreeShape, prove_target
+from dream_ext import Decoder, TreeShape, compat, prove_target
 from dream_ext.context import DraftContext
 from dream_ext.targets.families import FAMILIES
 from dream_ext.verify import has_route
@@ -66,6 +66,8 @@ def test_relatives(name, attention, monkeypatch):
     """As above, of families that add nothing. Catches heads that cap or scale their logits and are passed by, a soft
     cap of attention that one of the two implementations applies and the tree does not, experts that are chosen by
     tree."""
+    if compat.COUNTS_ANEW:
+        pytest.skip("nothing is said of relatives up to transformers 5.1")
     model, inputs = RELATIVES[name](attention)
     decoder = Decoder(model, random_drafter(model), tree=DEEP)
     for route, sampled in (("tree", False), ("mask", True)):
@@ -76,6 +78,8 @@ def test_relatives(name, attention, monkeypatch):
 
 def test_the_table_names_only_tested_families():
     """Catches an entry that nobody tried, and one that every test passes by."""
+    if compat.COUNTS_ANEW:
+        pytest.skip("nothing is said of relatives up to transformers 5.1")
     configs = [kind.config() for kind in TARGETS.values()]
     configs += [build_relative("sdpa")[0].config for build_relative in RELATIVES.values()]
     tried = {c.model_type for c in configs} | {c.get_text_config(decoder=True).model_type for c in configs}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from tiny_inputs import anyres_layout, words
-from tiny_targets import IMAGE, ROW_END, VOCAB, build, randomize
-from tiny_targets import llama_text as text_config
+from tiny_targets import IMAGE, ROW_END, VOCAB, build, llama_text, randomize
 from tiny_targets import mistral_text as mistral_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dream_ext import compat
 from dream_ext.drafter import Drafter, DrafterConfig
 from dream_ext.targets.adapter import TargetAdapter
 from dream_ext.targets.fingerprint import fingerprint
@@ -27,6 +27,10 @@ __all__ = [
     "randomize",
     "text_config",
 ]
+
+
+def text_config(**overrides) -> LlamaConfig:
+    return compat.read_config(llama_text(**overrides))
 
 
 def _inputs(ids: list[int], **tensors: torch.Tensor) -> dict[str, torch.Tensor]:

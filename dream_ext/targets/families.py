@@ -80,7 +80,8 @@ _KNOWN = (
     Family("paligemma"),
     Family("vipllava"),
 )
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _KNOWN}
+_PROVEN = [family for family in _KNOWN if family.model_type not in compat.UNPROVEN]
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _PROVEN}
 _LOCK = threading.Lock()
 
 
