@@ -30,7 +30,6 @@ PreTrainedConfig = transformers.PretrainedConfig
 # `cache` from 5.24 on, where the old name is still taken from a caller, with a warning, but never handed on.
 CACHE = "cache" if any(f.name == "cache" for f in fields(GenerateDecoderOnlyOutput)) else "past_key_values"
 
-
 # Whether a streamer is handed a step's token before the stopping criteria are asked: up to the version that moved both
 # into one stop check, and the order is seen by whoever is both.
 STREAMS_FIRST = not hasattr(generation_utils, "StopCheck")
@@ -81,7 +80,6 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, config, model_kwargs: dic
 # Whether plain decoding counts a token's rotary position anew at every step, from the tokens before it. From 5.2 on it
 # goes on from the last position that the prompt was given, which is another one behind padding on the right.
 COUNTS_ANEW = not hasattr(transformers.GenerationMixin, "_prepare_position_ids_for_generation")
-
 
 # Families that did not decode as plain decoding does under 4.57 (soft caps, prompts that see themselves in both
 # directions); they are refused up to 5.1 as families that nobody tried.

@@ -6,7 +6,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import LEVELS, close_enough, quick, refuses, refuses_other_devices, refuses_when_not_built, strided, using
+from laws import (
+    LEVELS,
+    attention_call,
+    close_enough,
+    quick,
+    refuses,
+    refuses_other_devices,
+    refuses_when_not_built,
+    using,
+)
 
 from dream_ext.ops import cross_attention, cross_attention_ref
 
@@ -14,18 +23,15 @@ from dream_ext.ops import cross_attention, cross_attention_ref
 def random_call(
     batch=2, groups=2, kv_heads=2, nodes=5, room=40, head_dim=16, dtype=torch.float32, rotated=True, seed=0
 ):
-    g = torch.Generator().manual_seed(seed)
-    slots = room + nodes
-    q = torch.randn(batch, groups * kv_heads, nodes, head_dim, generator=g).to(dtype)
-    k, v = (torch.randn(batch, kv_heads, slots, head_dim, generator=g).to(dtype) for _ in range(2))
-    lengths = torch.randint(0, room + 1, (batch,), generator=g)
-    ancestors = torch.randint(-(2**63), 2**63 - 1, (batch, nodes), generator=g)
+    sizes = (batch, groups, kv_heads, nodes, nodes, room, head_dim, dtype)
+    *attended, scale = attention_call(*sizes, seed=seed)
+    g = torch.Generator().manual_seed(seed + 1)
     norm = (1 + 0.2 * torch.randn(head_dim, generator=g)).to(dtype)
     tables = (None, None)
     if rotated:
         angles = torch.rand(batch, nodes, head_dim // 2, generator=g) * 6
         tables = tuple(torch.cat([x, x], -1).to(dtype) for x in (angles.cos(), angles.sin()))
-    return [strided(q), strided(k), strided(v), lengths, ancestors, nodes, norm, 1e-5, head_dim**-0.5, *tables]
+    return [*attended, norm, 1e-5, scale, *tables]
 
 
 def check(arguments):
